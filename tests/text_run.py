@@ -1,4 +1,4 @@
-"""A tiny ``DecoderLM`` on a few documents, as a config, with a hook that keeps the model's inputs."""
+"""A tiny ``DecoderLM`` on a few documents, as a config or a file, with a hook that keeps the model's inputs."""
 
 from __future__ import annotations
 
@@ -74,3 +74,35 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 def words(number: int, first: int = 0) -> str:
     return " ".join(WORDS[(first + k) % 10] for k in range(number))
+
+
+def count_up(number: int) -> list[dict[str, str]]:
+    return [{"text": words(2 + i % 12, i)} for i in range(number)]
+
+
+def word_config(folder: Path, **dotted: Any) -> Any:
+    """Of ``folder / 'train.jsonl'``, into ``folder / 'run'``; ``dotted``: as of ``text_config``."""
+    return load_config(write_text_config(folder), {key.replace("__", "."): value for key, value in dotted.items()})
+
+
+def write_text_config(folder: Path) -> Path:
+    """The config as a file: 4 sequences an update, 6 updates, a checkpoint after every second one."""
+    llm = {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = {
+        "model": {"type": "DecoderLM", "llm": llm},
+        "tokenizer": {"type": "WordTokenizer", "words": WORDS},
+        "train_dataloader": {
+            "batch_size": 4, "num_workers": 0, "seq_length": 32,
+            "dataset": {"type": "UnifiedGenerationDataset", "data_path": str(folder / "train.jsonl")},
+        },
+        "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-2}},
+        "train_cfg": {"max_updates": 6},
+        "default_hooks": {"logger": {"interval": 1}, "checkpoint": {"interval": 2}},
+        "work_dir": str(folder / "run"),
+    }  # fmt: skip
+    path = folder / "config.py"
+    path.write_text("".join(f"{key} = {value!r}\n" for key, value in config.items()), encoding="utf-8")
+    return path

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         p.error(f"{' '.join(unknown)}: put -- before the old command line: unigen-migrate {arguments.guide} --"
                 f" {' '.join([*arguments.given, *unknown])}")  # fmt: skip
     from unigen_ds.migration.guides import migrate  # after parsing: --help does not wait for torch
-    from unigen_ds.runner.settings.tree import problems_of
+    from unigen_ds.runner.settings.tree import Settings
 
     try:
         out = arguments.out
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if out is not None and out.exists() and not arguments.force:
             raise ConfigError(f"--out {out} exists", remedy="another name, or --force")
         name = str(out) if out is not None else "CONFIG.py"
-        draft = migrate(arguments.guide, arguments.given, problems=problems_of)
+        draft = migrate(arguments.guide, arguments.given, check=Settings.from_config)
         text = draft.text(start=draft.command.start(name))
         if out is None:
             print(text, end="")

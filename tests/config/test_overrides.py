@@ -9,8 +9,8 @@ import pytest
 from unigen_ds.config.file import shipped_configs
 from unigen_ds.config.overrides import config_path
 from unigen_ds.core.choices import SHIPPED
-from unigen_ds.core.errors import ConfigError, raise_any
-from unigen_ds.runner.settings.tree import load_config, load_settings, problems_of
+from unigen_ds.core.errors import ConfigError
+from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
 
 TEXT = """
 import math
@@ -128,9 +128,8 @@ def test_delete_replaces_a_section(overrides: list[str], section: dict[str, int]
 
 
 def test_unknown_keys_name_the_nearest_valid_one() -> None:
-    problems = problems_of({"_mine": 1, "train_dataloder": {}, "optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
     with pytest.raises(ConfigError) as error:
-        raise_any(problems)
+        Settings.from_config({"_mine": 1, "train_dataloder": {}, "optim_wrapper": {"clip_grad": {"max_nrom": 1}}})
     text = str(error.value)
     assert "train_dataloder'. Remedy: did you mean 'train_dataloader'" in text and "_mine" not in text
     assert "optim_wrapper.clip_grad.max_nrom'. Remedy: did you mean 'max_norm'" in text

@@ -32,7 +32,7 @@ class RegisteredHook(Hook):
 class ImportedHook(Hook):
     pass
 """
-READ = "import sys; from unigen_ds.runner.settings.tree import load_settings; print(load_settings(sys.argv[1]).plain())"
+READ = "import sys; from unigen_ds.runner.settings.tree import load_settings; print(load_settings(sys.argv[1]).given)"
 
 
 def test_a_config_that_imports_classes_is_copied_with_what_it_needs(

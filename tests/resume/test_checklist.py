@@ -11,7 +11,7 @@ from unigen_ds.checkpoint.manifest import FileEntry, Manifest
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.checklist import learning_rates, run
-from unigen_ds.resume.finding import Finding, Proposal, Saves
+from unigen_ds.resume.finding import SAVES, Finding, Proposal
 from unigen_ds.schedule.schedule import Schedules
 
 SAMPLES, EPOCHS = 100_000, 8
@@ -61,7 +61,7 @@ def proposal(manifest: Manifest, geometry: Geometry, **values: Any) -> Proposal:
         parameters=manifest.parameters,
         data=DataChange(),
         versions=manifest.versions,
-        saves=Saves(interval=100, by_epoch=False, max_keep_ckpts=2),
+        saves={**SAVES, "interval": 100, "by_epoch": False, "max_keep_ckpts": 2},
         averages=True,
         free_bytes=10_000,
     )

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from mmengine.config import Config
 from mmengine.fileio import load
-from mmengine.fileio.handlers import YamlHandler, file_handlers
+from mmengine.fileio.handlers import YamlHandler, register_handler
 
 from unigen_ds.config.paths import PACKAGE
 from unigen_ds.core.errors import ConfigError
@@ -33,9 +32,12 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
+@register_handler(["yaml", "yml"])
 class _SafeYaml(YamlHandler):
+    """How mmengine reads YAML in this process, unless a caller names another loader."""
+
     def load_from_fileobj(self, file: Any, **kwargs: Any) -> Any:
-        return yaml.load(file, Loader=_Loader)
+        return yaml.load(file, **{"Loader": _Loader, **kwargs})
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -43,29 +45,17 @@ def shipped_configs() -> dict[str, Path]:
     return {p.stem: p for p in sorted(PACKAGE.glob("**/configs/*.py"), key=lambda p: p.stem)}
 
 
-@contextmanager
-def _mmengine() -> Iterator[None]:
-    """Inside, mmengine reads YAML by the safe loader."""
-    kept = {name: file_handlers[name] for name in ("yaml", "yml")}
-    file_handlers.update(dict.fromkeys(kept, _SafeYaml()))
-    try:
-        yield
-    finally:
-        file_handlers.update(kept)
-
-
 def read_file(path: Path) -> Config:
     """The file with its bases. Raises ``ConfigError`` that names it, whatever its code raises."""
     try:
-        with _mmengine():
-            try:  # Settings imports custom modules, by its own rules
-                return Config.fromfile(str(path), import_custom_modules=False)
-            except RuntimeError as error:
-                if str(error):
-                    raise
-                # mmengine treats a file with imports as one of its lazy style, where calling what is imported raises a
-                # bare RuntimeError; such a file is ordinary Python.
-                return Config.fromfile(str(path), lazy_import=False, import_custom_modules=False)
+        try:  # Settings imports custom modules, by its own rules
+            return Config.fromfile(str(path), import_custom_modules=False)
+        except RuntimeError as error:
+            if str(error):
+                raise
+            # mmengine treats a file with imports as one of its lazy style, where calling what is imported raises a bare
+            # RuntimeError; such a file is ordinary Python.
+            return Config.fromfile(str(path), lazy_import=False, import_custom_modules=False)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(
             f"config {path} cannot be read: {error.problem}",
@@ -118,5 +108,4 @@ def with_bases(path: Path) -> list[Path]:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    with _mmengine():
-        return dict(load(str(path)))
+    return dict(load(str(path)))

@@ -240,8 +240,7 @@ def with_backend(overrides: Mapping[str, Any], text: str) -> dict[str, Any]:
     Raises ``ConfigError`` where an override contradicts it.
     """
     spec = backend_spec(text)
-    for key in ("backend", *(f"backend.{name}" for name in spec)):
-        wanted: Any = spec if key == "backend" else spec[key.removeprefix("backend.")]
-        if key in overrides and overrides[key] != wanted:
+    for key, value in {"backend": spec, **{f"backend.{name}": value for name, value in spec.items()}}.items():
+        if overrides.get(key, value) != value:
             raise ConfigError(f"--backend {text} contradicts {key}={overrides[key]!r}", remedy="give one of the two")
     return {"backend": spec} | {key: value for key, value in overrides.items() if key != "backend"}

@@ -161,22 +161,6 @@ class Component:
                 raise ConfigError(f"{self.where} cannot be built: {error}") from error
             raise
 
-    def plain(self) -> dict[str, Any]:
-        """With the constructor's defaults, as plain values."""
-        defaults = {key: plain(value) for key, value in argument_defaults(self.cls).items() if key not in self.provided}
-        return {"type": self.name, **defaults, **plain(self.arguments)}
-
-
-def plain(value: Any) -> Any:
-    """Sections, components and classes as what a config has for them."""
-    if isinstance(value, type):
-        return registered_name(value) or value
-    if hasattr(value, "plain"):
-        return value.plain()
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
-
 
 def _attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A copy whose mappings are mmengine's, whose keys are attributes as well: constructors were always given those."""

@@ -23,7 +23,6 @@ from typing_extensions import Self
 from unigen_ds.config.registry import Component as Component
 from unigen_ds.config.registry import argument_defaults as argument_defaults
 from unigen_ds.config.registry import component_problems, find
-from unigen_ds.config.registry import plain as plain
 from unigen_ds.config.translation import hint
 from unigen_ds.config.values import argument_hints, as_tuple, describe_hint, nested_section
 from unigen_ds.core.errors import ConfigError, UnknownKey, raise_any
@@ -75,7 +74,7 @@ class Of:
 
     def completed(self, config: Any) -> Any:
         """See ``Section.completed``."""
-        spec = self._validate(config)
+        spec = self._validate(config.spec if isinstance(config, Component) else config)
         if not isinstance(spec, Mapping):
             return config
         try:
@@ -83,14 +82,13 @@ class Of:
         except ConfigError:
             return config
         config = {key: value for key, value in spec.items() if key != "type"}
-        values = {**Component(cls, provided=self.provided).plain(), **config}
-        parts = {key: nested_section(hint) for key, hint in argument_hints(cls).items() if key in values}
-        return {
-            key: part.argument_completed(value, elsewhere=bool(config.get(part.rest_from)))
-            if (part := parts.get(key)) is not None
-            else value
-            for key, value in values.items()
-        }
+        defaults = {key: value for key, value in argument_defaults(cls).items() if key not in self.provided}
+        values = {"type": Component(cls).name, **defaults, **config}
+        for key, annotation in argument_hints(cls).items():
+            if key in values and (part := nested_section(annotation)) is not None:
+                elsewhere = bool(config.get(part.rest_from))
+                values[key] = part.argument_completed(values[key], elsewhere=elsewhere)
+        return values
 
     def argument_problems(self, config: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
         """What is wrong with an argument; ``elsewhere``: another argument (``rest_from``) has what is left out."""
@@ -186,15 +184,13 @@ class Section(BaseModel):
         for name in type(self).model_fields:
             yield name, getattr(self, name)
 
-    def plain(self) -> dict[str, Any]:
-        """Every key with its value, defaults included, as plain values."""
-        return {name: plain(value) for name, value in self.items()}
-
     @classmethod
     def completed(cls, config: Any) -> Any:
         """A config's plain values with the default of every key that is left out. Nothing is checked: what the section
         does not have stays as it is, so that a config of another version can be compared.
         """
+        if isinstance(config, Section):  # a default
+            config = dict(config.items())
         if not isinstance(config, Mapping | None):
             return config
         if config is not None and cls.is_several(config):
@@ -202,7 +198,7 @@ class Section(BaseModel):
         values = dict(config or {})
         for name, info in cls.model_fields.items():
             part, many = part_of(info.annotation, info.metadata)
-            default = None if info.is_required() else plain(info.get_default(call_default_factory=True))
+            default = None if info.is_required() else info.get_default(call_default_factory=True)
             value = values.get(name, default)
             if isinstance(part, Of) and many:
                 value = [part.completed(one) for one in one_or_many(value)]

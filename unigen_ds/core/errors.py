@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 
 
@@ -100,6 +101,13 @@ class UnknownKey(ConfigError):
         self.path = f"{section}.{key}" if section else key
         self.hint = hint or suggestion(key, valid)
         super().__init__(problem or f"unknown config key {self.path!r}", remedy=self.hint or nearest(key, valid))
+
+
+def short_text(error: BaseException) -> str:
+    """The kind of an unexpected error, the first line of its text, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} ({last.filename}:{last.lineno})"
 
 
 def raise_any(errors: Sequence[ConfigError]) -> None:

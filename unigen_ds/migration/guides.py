@@ -18,18 +18,17 @@ from unigen_ds.migration.commands import MAPPINGS, Command, read_command
 from unigen_ds.migration.draft import Draft, Table, assignment, boolean, number, recipe, text, whole
 from unigen_ds.migration.xtuner import xtuner_config
 
-Problems = Callable[[dict[str, Any]], list[ConfigError]]
 _CLASS = re.compile(r"(?!model\.|tokenizer\.)([\w.\[\]]+)\.type is ")
 """An error about the class of a component."""
 
 
-def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
+def migrate(guide: str, words: Sequence[str], *, check: Callable[[dict[str, Any]], Any]) -> Draft:
     """Translate ``words``, a command line or one file, of the trainer that a guide describes.
 
     Args:
         guide: one of ``GUIDES``.
         words: as ``commands.read_command`` accepts them.
-        problems: what is wrong with a config: unknown keys and classes become a comment; the rest is raised.
+        check: raises ``ConfigError`` for a wrong config; unknown keys and classes become a comment.
 
     Raises ``ConfigError`` for an unknown guide, an unreadable file, and values that no config may have.
     """
@@ -40,13 +39,16 @@ def migrate(guide: str, words: Sequence[str], *, problems: Problems) -> Draft:
         values = dict(draft.values)
         if isinstance(values.get("backend"), dict):  # a start compares the number of shards with that of its processes
             values["backend"] = {key: value for key, value in values["backend"].items() if key != "num_shard"}
-        errors = problems(values)
+        try:
+            check(values)
+            return draft
+        except ConfigError as error:
+            errors = [*error.parts] or [error]
         unknown = [(error.path, error.hint or "there is no such key here") for error in errors
                    if isinstance(error, UnknownKey)]  # fmt: skip
         classes = [(match[1], str(error)) for error in errors if (match := _CLASS.match(error.problem))]
         if not unknown and not classes:
             raise_any(errors)
-            return draft
         for path, why in unknown or classes[:1]:
             node, key = draft.parent(re.sub(r"\[(\d+)\]", r".\1", path))
             draft.omit(assignment(path, node.pop(key)), why)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import argument_problems
-from unigen_ds.config.section import LISTED, Section, argument_defaults, plain
+from unigen_ds.config.section import LISTED, Section, argument_defaults
 from unigen_ds.config.values import Allowed, Number, Rule
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.optim.optimizer import (
@@ -186,9 +186,6 @@ class Optimizer(WithArguments):
     def decay(self) -> float:
         """``weight_decay``, or that of the class."""
         return default_weight_decay(self.type) if self.weight_decay is None else self.weight_decay
-
-    def plain(self) -> dict[str, Any]:
-        return {**self.completed({**super().plain(), **plain(self.arguments)}), "weight_decay": self.decay}
 
     @classmethod
     def completed(cls, given: Any) -> Any:

@@ -76,9 +76,9 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     if proposal.free_bytes is None:
         return
     fits = proposal.free_bytes // max(manifest.size, 1)
-    keep = proposal.saves.max_keep_ckpts
+    keep = proposal.saves["max_keep_ckpts"]
     needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
-    needed += proposal.saves.form == "full"  # made from the files of the engine, which are deleted then
+    needed += proposal.saves["form"] == "full"  # made from the files of the engine, which are deleted then
     was = f"a checkpoint of {size_text(manifest.size)}"
     now = f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {needed} are needed at a time"
     if fits >= needed:
@@ -183,7 +183,7 @@ def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     saves, was, now = proposal.saves, manifest.ruler.geometry, proposal.geometry
-    unit, interval = saves.unit or ("epoch" if saves.by_epoch else "iteration"), saves.interval
+    unit, interval = saves["unit"] or ("epoch" if saves["by_epoch"] else "iteration"), saves["interval"]
     sizes = "global_batch_size" if unit == "update" else "sequences_per_iteration"
     ratio = getattr(was, sizes) / getattr(now, sizes)
     if ratio != 1 and interval > 0 and unit != "epoch":

@@ -59,15 +59,8 @@ class Finding:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Saves:
-    """When checkpoints are saved, and how many are kept: the arguments of ``CheckpointHook``."""
-
-    interval: float = -1
-    by_epoch: bool = True
-    unit: str | None = None
-    max_keep_ckpts: int = -1
-    form: str = "sharded"
+SAVES = {"interval": -1, "by_epoch": True, "unit": None, "max_keep_ckpts": -1, "form": "sharded"}
+"""When checkpoints are saved, and how many are kept: arguments of ``CheckpointHook``, as they are without a hook."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,8 @@ class Proposal:
     versions: Mapping[str, str]
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Fills in the defaults of a config, this one or the checkpoint's."""
-    saves: Saves = field(default_factory=Saves)
+    saves: Mapping[str, Any] = field(default_factory=SAVES.copy)
+    """As ``SAVES``."""
     averages: bool = False
     """Whether an average of the weights (EMA) would be kept."""
     on_batch_change: str = "refuse"

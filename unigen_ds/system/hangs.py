@@ -104,11 +104,7 @@ class Watch:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", encoding="utf-8") as file:
-                facts = {
-                    "rank": rank,
-                    "host": host,
-                    "time": f"{time.strftime('%F %T')}, here for {still:.0f} s",
-                }
+                facts = {"rank": rank, "host": host, "time": f"{time.strftime('%F %T')}, here for {still:.0f} s"}
                 facts |= {"update": update, "phase": phase, "location": location}
                 print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import select
 import signal
 import sys
@@ -107,21 +108,14 @@ def sequence_range(text: str) -> tuple[int, int]:
 
 # Sizes and shares as a command line has them: ``80GiB``, ``5%``.
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
-
 
 def size(text: str) -> int:
     """``80GiB`` -> bytes."""
-    digits = text.strip().rstrip("BbGgIiKkMmTt ")
-    unit = text.strip()[len(digits) :].strip().upper()
-    try:
-        nbytes = round(float(digits) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        nbytes = -1
-    if nbytes < 0:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMGT])(I?)B)?", text.strip().upper())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: 80GiB, 24GB, 512MiB, or a number of bytes")
-    return nbytes
+    number, power, binary = match.groups()
+    return round(float(number) * (1024 if binary else 1000) ** (1 + "KMGT".index(power) if power else 0))
 
 
 def share(text: str) -> float:

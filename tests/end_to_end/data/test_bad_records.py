@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import image, make_processor, picture, talk, text
-from tests.end_to_end.runs.text_run import count_up, text_config
+from tests.text_run import count_up, word_config
 from tests.tiny import tiny_config
 from tools import inspect_data
 from unigen_ds.core.errors import DataError
@@ -37,7 +37,7 @@ def write(path: Path, bad: dict[int, str], number: int = 100) -> Path:
 def config(folder: Path, name: str, **changed: Any) -> Any:
     changed = {"train_dataloader__max_skipped_fraction": 0.05, "train_cfg": {"max_updates": 30}, **changed}
     skip = {"train_dataloader__dataset__on_record_error": "skip"}
-    return text_config(folder, work_dir=str(folder / name), **{**skip, **changed})
+    return word_config(folder, work_dir=str(folder / name), **{**skip, **changed})
 
 
 def test_one_error_lists_the_bad_records_of_all_kinds(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.runs.text_run import count_up, text_config, write_records
+from tests.text_run import count_up, word_config, write_jsonl
 from tests.tiny import tiny_config
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import Batch
@@ -87,9 +87,9 @@ def test_they_are_means_over_the_targets_of_each_source(tmp_path: Path, digits: 
 def test_a_target_at_the_first_token_of_a_document_is_its_own(tmp_path: Path) -> None:
     records = count_up(30)
     for name, part in zip(NAMES, (records[:9], records[9:]), strict=True):
-        write_records(tmp_path / f"{name}.jsonl", part)
+        write_jsonl(tmp_path / f"{name}.jsonl", part)
     sources = [{"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / f"{name}.jsonl")} for name in NAMES]
-    made = text_config(tmp_path, optim_wrapper__optimizer__lr=0.0, custom_hooks=[{"type": "KeepSamples"}])
+    made = word_config(tmp_path, optim_wrapper__optimizer__lr=0.0, custom_hooks=[{"type": "KeepSamples"}])
     made["train_dataloader"]["dataset"] = sources
     assert shown(Runner.from_cfg(made, max_updates=4)) == {f"loss/text/{name}" for name in NAMES}
 
@@ -124,7 +124,7 @@ def compared(runner: Runner, line: dict[str, Any], ids: set[str]) -> set[str]:
 
 
 def test_one_source_has_the_lines_of_before(tmp_path: Path) -> None:
-    write_records(tmp_path / "train.jsonl", count_up(20))
-    Runner.from_cfg(text_config(tmp_path), max_updates=2).train()
+    write_jsonl(tmp_path / "train.jsonl", count_up(20))
+    Runner.from_cfg(word_config(tmp_path), max_updates=2).train()
     for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
         assert line["loss/text"] > 0 and not [key for key in line if key.startswith("loss/") and key.count("/") > 1]

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from tests.end_to_end.engines.launch import tensors, unequal
-from tests.end_to_end.runs.text_run import count_up, text_config, write_records
-from tests.text_run import evaluations
+from tests.text_run import count_up, evaluations, word_config, write_jsonl
 from tests.tiny import tiny_config
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import list_checkpoints
@@ -84,9 +83,9 @@ def training(folder: Path) -> list[tuple[Any, ...]]:
 def text_run(folder: Path, *, updates: int | None = None, **dotted: Any) -> Runner:
     folder.mkdir(exist_ok=True)
     if not (folder / "train.jsonl").exists():
-        write_records(folder / "train.jsonl", count_up(60))
+        write_jsonl(folder / "train.jsonl", count_up(60))
     dotted.setdefault("custom_hooks", [EVERY] if dotted.get("val_dataloader") else [])
-    return Runner.from_cfg(text_config(folder, **dotted), max_updates=updates)
+    return Runner.from_cfg(word_config(folder, **dotted), max_updates=updates)
 
 
 def at_start(folder: Path, **dotted: Any) -> Mapping[str, float]:
@@ -187,8 +186,8 @@ def test_the_values_are_means_over_targets_by_term_and_source(tmp_path: Path, di
 
 
 def test_each_source_has_its_own_losses(tmp_path: Path) -> None:
-    write_records(tmp_path / "a.jsonl", count_up(7))
-    write_records(tmp_path / "b.jsonl", [{"text": "nine nine"}, {"text": "five"}])
+    write_jsonl(tmp_path / "a.jsonl", count_up(7))
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "nine nine"}, {"text": "five"}])
     data = [{"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
     values = at_start(tmp_path, val_dataloader={"dataset": data, "batch_size": 3})
     targets = {"a": sum(len(r["text"].split()) + 1 for r in count_up(7)), "b": 5}
@@ -242,7 +241,7 @@ def test_an_unreadable_sample_is_counted(tmp_path: Path, digits: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "good.png")
     (tmp_path / "bad.png").write_bytes(b"no image")
     record = {"text_prompt": "draw a seven", "image_path": "good.png"}
-    write_records(tmp_path / "val.jsonl", [record, {**record, "image_path": "bad.png"}, record])
+    write_jsonl(tmp_path / "val.jsonl", [record, {**record, "image_path": "bad.png"}, record])
     data = {"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / "val.jsonl")}
     run = digits_run(tmp_path, digits, model__type="UnifiedModel", val_dataloader={"dataset": data, "batch_size": 2},
                      train_cfg={"max_updates": 1})  # fmt: skip
@@ -309,7 +308,7 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
     """Sample ids have the number of the record in its file; equal records are on the same side."""
     records = [*count_up(40), *count_up(40)]  # each twice
     records += [{"note": i % 7, **record} for i, record in enumerate(count_up(40))]
-    write_records(tmp_path / "train.jsonl", records)
+    write_jsonl(tmp_path / "train.jsonl", records)
     shuffled = [json.dumps(dict(reversed(record.items())), indent=1) for record in records]
     loader = {"train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
     run = text_run(tmp_path, val_dataloader=SPLIT, train_cfg={"max_epochs": 1}, **loader)
@@ -343,7 +342,7 @@ def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_pa
             text_run(tmp_path, val_dataloader=loader, resume=True)
         with pytest.raises(ResumeBlocked, match="data"):
             text_run(tmp_path, val_dataloader=loader, resume=True, on_data_change="append")
-    write_records(tmp_path / "train.jsonl", [*count_up(60), *[{"text": "two " * k} for k in range(1, 31)]])
+    write_jsonl(tmp_path / "train.jsonl", [*count_up(60), *[{"text": "two " * k} for k in range(1, 31)]])
     with pytest.raises(ResumeBlocked, match="train had"):
         text_run(tmp_path, val_dataloader=SPLIT, resume=True)
     joined = {"resume": True, "train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
@@ -367,7 +366,7 @@ def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_pa
 
 
 def test_a_share_of_nothing_and_of_all(tmp_path: Path) -> None:
-    write_records(tmp_path / "train.jsonl", count_up(4))
+    write_jsonl(tmp_path / "train.jsonl", count_up(4))
     for share, problem in ((0.0001, "selects none of 4 records"), (0.9999, "leaves none of the 4 records of train")):
         with pytest.raises(DataError, match=problem):
             text_run(tmp_path, val_dataloader={"split": share})
@@ -400,6 +399,6 @@ def test_no_validation(tmp_path: Path, loader: Any) -> None:
     ],
 )  # fmt: skip
 def test_wrong_settings(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    config = {**{key: text_config(tmp_path)[key] for key in text_config(tmp_path)}, **changes}
+    config = {**{key: word_config(tmp_path)[key] for key in word_config(tmp_path)}, **changes}
     with pytest.raises(ConfigError, match=words):
         Settings.from_config(config)

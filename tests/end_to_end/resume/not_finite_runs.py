@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import tests.end_to_end.engines.fp16_on_cpu  # noqa: F401
-from tests.end_to_end.runs.text_run import text_config
+from tests.text_run import word_config
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -49,7 +49,7 @@ def trained(work_dir: Path, **changes: Any) -> dict[str, Any]:
     own.mkdir(exist_ok=True)
     data = {"train_dataloader__dataset__data_path": str(work_dir.parent / "train.jsonl")}
     try:
-        Runner.from_cfg(text_config(own, work_dir=str(work_dir), **data, **changes)).train()
+        Runner.from_cfg(word_config(own, work_dir=str(work_dir), **data, **changes)).train()
     except TrainingError as raised:
         error = str(raised)
     hint = work_dir / "last_checkpoint"

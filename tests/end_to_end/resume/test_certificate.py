@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks import kills
-from tests.end_to_end.runs.text_run import count_up, write_records, write_text_config
 from tests.processes import popen
+from tests.text_run import count_up, write_jsonl, write_text_config
 from tools import certify
 from unigen_ds.checks import certificate
 
@@ -48,7 +48,7 @@ def test_a_killed_run_ends_bit_equal_to_the_one_that_was_not(tmp_path, data, num
 def certified(folder, monkeypatch, how, *options):
     """The exit status, what was measured, and what is left of the folder of the runs."""
     monkeypatch.setattr(certificate, "Popen", popen)
-    write_records(folder / "train.jsonl", count_up(200))
+    write_jsonl(folder / "train.jsonl", count_up(200))
     (folder / "own_hook.py").write_text(HOOK)
     config = write_text_config(folder)
     hooks = [

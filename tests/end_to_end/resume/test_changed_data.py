@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs.text_run import count_up, text_config, write_records
+from tests.text_run import count_up, word_config, write_jsonl
 from tools.inspect_data import main as inspect_data
 from unigen_ds.core.errors import ResumeBlocked
 from unigen_ds.runner import Runner
@@ -23,8 +23,8 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
     """300 kB of 90 MiB, of equal length and with the old modification time: no size, head or tail shows it."""
     padding = "x" * (300 * KIB)
     records = [{"text": record["text"], "note": padding} for record in count_up(300)]
-    path = write_records(tmp_path / "train.jsonl", records)
-    config = text_config(tmp_path)
+    path = write_jsonl(tmp_path / "train.jsonl", records)
+    config = word_config(tmp_path)
     Runner.from_cfg(config, max_updates=2).train()
     manifest = json.loads((tmp_path / "run" / "iter_2.pth" / "manifest.json").read_text())
     content, times, quick = path.read_bytes(), os.stat(path), quick_digest(path)
@@ -43,9 +43,9 @@ def test_a_change_in_place_in_a_large_file_is_noticed(tmp_path: Path) -> None:
     assert quick_digest(path) == quick and path.stat().st_size == len(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ResumeBlocked, match="the records of train, their byte ranges or their processor changed"):
-        Runner.from_cfg(text_config(tmp_path, resume=True))
+        Runner.from_cfg(word_config(tmp_path, resume=True))
     path.write_bytes(content)
-    again = Runner.from_cfg(text_config(tmp_path, resume=True), max_updates=3)
+    again = Runner.from_cfg(word_config(tmp_path, resume=True), max_updates=3)
     assert again._parts.start.data.stream.identity["fingerprint"] == manifest["loader"]["fingerprint"]
     again.train()
 
@@ -54,8 +54,8 @@ def test_unknown_words_and_empty_captions_are_reported(tmp_path: Path, capsys: p
     records: list[dict[str, Any]] = [{"text": "one two"}] * 6
     records += [{"text": "one eleven"}] * 2  # 4 tokens each, 1 of them unknown
     records += [{"text": "  "}, {"text": ""}, {"text": "three"}]
-    write_records(tmp_path / "train.jsonl", records)
-    config = text_config(tmp_path)
+    write_jsonl(tmp_path / "train.jsonl", records)
+    config = word_config(tmp_path)
     Runner.from_cfg(config, max_updates=1).train()
     log = (tmp_path / "run" / "train.log").read_text()
     assert "2 of 11 records (18 %): an empty text" in log

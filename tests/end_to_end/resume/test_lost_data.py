@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs.text_run import count_up, write_records, write_text_config
 from tests.processes import ROOT, popen, run
+from tests.text_run import count_up, write_jsonl, write_text_config
 
 
 def started(folder: Path, num_workers: int) -> subprocess.Popen[str]:
     folder.mkdir()
-    write_records(folder / "train.jsonl", count_up(200))
+    write_jsonl(folder / "train.jsonl", count_up(200))
     options = (f"train_dataloader.num_workers={num_workers}", "train_cfg.max_updates=1000000",
                "default_hooks.checkpoint.interval=1000000")  # fmt: skip
     command = [sys.executable, str(ROOT / "tools" / "train.py"), str(write_text_config(folder))]
@@ -33,7 +33,7 @@ def deleted(folder: Path, _: int) -> None:
 def replaced(folder: Path, _: int) -> None:
     """By as many records of the same lengths: every byte range still holds a record."""
     other = folder / "other.jsonl"
-    write_records(other, [{"text": " ".join(record["text"].split()[::-1])} for record in count_up(200)])
+    write_jsonl(other, [{"text": " ".join(record["text"].split()[::-1])} for record in count_up(200)])
     os.replace(other, folder / "train.jsonl")
 
 
@@ -91,16 +91,16 @@ def test_one_sentence_and_a_status(tmp_path: Path) -> None:
 KILLED_RUNS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
-from tests.end_to_end.runs.text_run import count_up, text_config, write_records
+from tests.text_run import count_up, word_config, write_jsonl
 from unigen_ds.checkpoint import store
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.system.workers import Workers
 from unigen_ds.runner import Runner
 
 folder, drawn, slowest, updates = Path(sys.argv[1]), random.Random(1), 0.0, 0
-write_records(folder / "train.jsonl", count_up(200))
+write_jsonl(folder / "train.jsonl", count_up(200))
 save = dict(interval=1, by_epoch=False, max_keep_ckpts=2)
-config = text_config(folder, resume=True, train_dataloader__num_workers=2, train_cfg__max_updates=10**6,
+config = word_config(folder, resume=True, train_dataloader__num_workers=2, train_cfg__max_updates=10**6,
                      default_hooks__checkpoint=save)
 started = Workers.__init__
 

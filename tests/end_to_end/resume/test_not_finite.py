@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.end_to_end.resume.not_finite_runs import SAVES, trained
-from tests.end_to_end.runs.text_run import count_up, write_records
 from tests.processes import ranks
+from tests.text_run import count_up, write_jsonl
 from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import LossTerms
@@ -37,7 +37,7 @@ def spoiled(what: str, update: int = 3, rank: int = 0) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("not_finite")
-    write_records(folder / "train.jsonl", count_up(200))
+    write_jsonl(folder / "train.jsonl", count_up(200))
     return folder
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as td
 
-from tests.end_to_end.runs.text_run import WORDS, text_config, write_records
 from tests.hooks.tiny_run import TinyRun
 from tests.processes import together
+from tests.text_run import WORDS, word_config, write_jsonl
 from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
 from unigen_ds.core.progress import Progress
@@ -44,8 +44,8 @@ class Spiking(DecoderLM):
 def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
     """30 updates through the runner: the means of two epochs, statistics, one warning and the estimate."""
     records = [{"text": " ".join(WORDS[(k + n) % 10] for n in range(5))} for k in range(60)]  # equally many targets
-    write_records(tmp_path / "train.jsonl", records)
-    config = text_config(
+    write_jsonl(tmp_path / "train.jsonl", records)
+    config = word_config(
         tmp_path,
         model__type="Spiking",
         train_cfg={"max_updates": 30},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from unigen_ds.backends.base import Backend
 from unigen_ds.config.overrides import ConfigValues
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.errors import UnigenError, short_text
 from unigen_ds.core.progress import Geometry
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import Start
@@ -52,9 +51,7 @@ def unchecked(text: str) -> Checked:
 def problems_in(error: Exception) -> list[Checked]:
     """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
     if not isinstance(error, UnigenError):
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).splitlines() or [""])[0]
-        return [problem(f"{type(error).__name__}: {text} ({last.filename}:{last.lineno})")]
+        return [problem(short_text(error))]
     title, *several = str(error).split("\n  ")
     if "problems in the config:" not in title:
         several = [str(error)]

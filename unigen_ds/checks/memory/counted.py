@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unigen_ds.core.errors import UnigenError
+from unigen_ds.core.errors import UnigenError, short_text
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -224,7 +223,5 @@ def _send_outcome(task: Callable[[], Any], sender: connection.Connection) -> Non
     except UnigenError as error:
         outcome = (None, str(error))
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = (str(error).splitlines() or [""])[0]
-        outcome = (None, f"it could not be traced: {type(error).__name__}: {text} ({last.filename}:{last.lineno})")
+        outcome = (None, f"it could not be traced: {short_text(error)}")
     sender.send(outcome)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unigen_ds.config.section import plain
+from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import CheckpointError, ConfigError, UnknownKey
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.models.weights import Pretrained, Stored, read_json, stored_tensors
@@ -54,7 +54,7 @@ def config_of(folder: Path | None, changes: Mapping[str, Any], *, where: str = "
         config = None if folder is None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         stored = {"model_type": kind} if config is None else config.to_dict()
         if changes or config is None:
-            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain(changes)))
+            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain_values(changes)))
     except Exception as error:  # strict dataclasses, the kind's own checks, JSON, the hub: many kinds
         raise ConfigError(f"{where if changes else source}: {' '.join(str(error).split())[:400]}") from error
     _check_keys(changes, config, stored, where)

@@ -146,11 +146,7 @@ class Runner:
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
             check_states(self.hooks)
-            updates = count_ahead(
-                iter(self._parts.loader),
-                terms=self._loss_weights,
-                requests=self._requests,
-            )
+            updates = count_ahead(iter(self._parts.loader), terms=self._loss_weights, requests=self._requests)
             epoch: int | None = None
             while not self.done:
                 if epoch != self.progress.epoch:

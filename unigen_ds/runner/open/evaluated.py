@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.config.hub import folder_of
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
@@ -29,14 +27,11 @@ from unigen_ds.evaluation.scoring import Evaluation, check
 from unigen_ds.evaluation.scoring import evaluate as score
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.families.base import family_of
-from unigen_ds.families.directories import published_format
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, settled_precision
-from unigen_ds.runner.open.trained import config_of, import_stored, open_model, self_contained
-from unigen_ds.runner.settings.custom_imports import import_custom
+from unigen_ds.runner.open.trained import find_model, open_model, self_contained
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_data, build_processor, build_validation_data
 from unigen_ds.system import dist
-from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
 
 _SECTIONS = ("model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "optim_wrapper", "loss_weights",
@@ -93,21 +88,10 @@ def evaluate(
     """
     generation = dict(generation or {})
     Answering.of(generation, where="generation")  # of the user, before those of the config
-    path = folder_of(path, where="MODEL")
-    if config is not None:
-        import_custom(config)  # first: the modules may register the format, and metrics
-    manifest, published = None, published_format(path, complete=config is not None)
-    if published is not None and published.pretrained:  # weights and sizes, and no training
-        check_digests(path)
-        directory, stored = path, published.config(path) if config is None else config
-    else:
-        directory = locate(path, tag)
-        stored = config_of(directory) if config is None else config
-        if config is None:
-            import_stored(stored, directory, allow=allow_custom_imports)
-            stored = self_contained(stored, directory)
-        manifest = Manifest.read(directory) if (directory / FILE_NAME).is_file() else None
-    training = dict(stored)
+    directory, published, training = find_model(path, tag=tag, config=config, allow_custom_imports=allow_custom_imports)
+    if config is None:  # a published directory has weights and sizes, and no training
+        training = self_contained(training, directory) if published is None else published.config(directory)
+    manifest = Manifest.read(directory) if published is None and (directory / FILE_NAME).is_file() else None
     settings = _settings_of(training, path, data, {"batch_size": batch_size, "seq_length": seq_length})
     if manifest is not None:
         settings = settings.settled(seed=int(manifest.loader["seed"]))

@@ -18,10 +18,9 @@ from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.saver import TOKENIZER
 from unigen_ds.config.hub import folder_of
-from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import by_first_name, misfit, refuse_misfit, tied_names
-from unigen_ds.families.base import exported_format, family_of
+from unigen_ds.families.base import PublishedFormat, exported_format, family_of
 from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import adapter_record, base_tensors, merge_adapters, rounding, write_adapters
 from unigen_ds.models.quantized import QuantizedLinear
@@ -57,57 +56,64 @@ def open_model(
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, or where a published directory
     is not readable; ``ConfigError`` where modules would have to be imported.
     """
-    if config is not None:
-        import_custom(config)  # first: they may register the format, or the layout
-    path = folder_of(path, where="MODEL")
-    directory_format = published_format(path, complete=config is not None)
-    if directory_format is not None and directory_format.pretrained:
+    directory, published, given = find_model(path, tag=tag, config=config, allow_custom_imports=allow_custom_imports)
+    if published is not None:
         if base is not None:
             raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
-        check_digests(path)
         try:
-            settings = ModelSettings.of(directory_format.config(path))
+            settings = ModelSettings.of(published.config(directory))
             processor = build_processor(settings, seed=0)
             return build_model(settings, processor, seed=0), processor
         except ConfigError as error:  # the config is the directory's, nobody wrote it
             raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
-    directory = locate(path, tag)
-    if config is None and (directory / FILE_NAME).is_file():
-        manifest = Manifest.read(directory)
-        if manifest.layout not in LAYOUTS.module_dict:  # one of the modules that its config names may register it
-            import_stored(manifest.config, directory, allow=allow_custom_imports)
     source = read_source(path, tag=tag)
-    given: Mapping[str, Any]
     if config is None:
-        given = config_of(source.directory)
-        import_stored(given, source.directory, allow=allow_custom_imports)
-        config = self_contained(given, source.directory)
+        config = self_contained(given, directory)
     else:
         names = (name for kind in source.reader.kinds() for name in source.reader.names(kind))
         if config.get("lora") and not any(".lora_" in name for name in names):  # what tools/export.py --merge wrote
-            logger().info("%s has no adapters, so lora of the config is not used.", source.directory)
+            logger().info("%s has no adapters, so lora of the config is not used.", directory)
             config = {**config, "lora": None}
-        given = config
     if source.base is not None:  # its files are read as in the training
         read = {key: value for key, value in given["model"].items() if key in _OF_FILES}
-        folders = find_base(source.base, given=base, checkpoint=source.directory)
+        folders = find_base(source.base, given=base, checkpoint=directory)
         config = {**config, "model": {**config["model"], **read, "pretrained": folders}}
     elif base is not None:
-        raise ConfigError(f"--base {base} has no effect: {source.directory} holds no adapters", remedy="leave it out")
+        raise ConfigError(f"--base {base} has no effect: {directory} holds no adapters", remedy="leave it out")
     uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
     settings = ModelSettings.of({**config, "model": uncompiled})
     seed = int((config.get("randomness") or {}).get("seed") or 0)
     processor = build_processor(settings, seed=seed)
     model = build_model(settings, processor, seed=seed)
     ema = source.average is not None and not raw
-    _fill(model, source.entries(dtype=torch.float32, ema=ema), where=source.directory)
+    _fill(model, source.entries(dtype=torch.float32, ema=ema), where=directory)
     if source.base is not None:
         model.__dict__["base_folders"] = config["model"]["pretrained"]
     model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
     used = "the average of the weights (EMA)" if ema else "the weights"
     also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
-    logger().info("%s: %s%s", source.directory, used, also)
+    logger().info("%s: %s%s", directory, used, also)
     return model, processor
+
+
+def find_model(
+    path: Path, *, tag: str | None, config: Mapping[str, Any] | None, allow_custom_imports: bool
+) -> tuple[Path, PublishedFormat | None, Mapping[str, Any]]:
+    """The folder that a user names, its format where it is a published directory, and the config of the training: the
+    given one, else its own. The modules that the config names are imported: they may register a format or a layout.
+    """
+    if config is not None:
+        import_custom(config)
+    path = folder_of(path, where="MODEL")
+    published = published_format(path, complete=config is not None)
+    if published is not None and published.pretrained:
+        check_digests(path)
+        return path, published, config or {}
+    directory = locate(path, tag)
+    if config is None:
+        config = config_of(directory)
+        import_stored(config, directory, allow=allow_custom_imports)
+    return directory, None, config
 
 
 def source_of(arguments: Any) -> dict[str, Any]:
@@ -205,15 +211,11 @@ def export_checkpoint(
     checkpoint: Path,
     out: Path,
     *,
-    raw: bool = False,
-    tag: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    allow_custom_imports: bool = False,
-    base: str | None = None,
     merge: bool = False,
     source: Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
+    **opening: Any,
 ) -> None:
     """Open ``checkpoint`` on the CPU and write it into the new folder ``out``. Not collective.
 
@@ -223,13 +225,11 @@ def export_checkpoint(
         dtype: of the weights; None: fp32, and bf16 where adapters are merged into packed weights.
         max_shard_size: of a file, where the format can have several.
 
-    The others are those of ``open_model``. Raises what it raises, ``ConfigError`` where ``out`` exists, ``source`` does
+    ``opening``: as of ``open_model``. Raises what it raises, ``ConfigError`` where ``out`` exists, ``source`` does
     not fit or the model has no published form, and ``CheckpointError`` where ``out`` cannot be written.
     """
     check_new(out)  # before a large model is opened
-    model, processor = open_model(
-        checkpoint, raw=raw, tag=tag, config=config, allow_custom_imports=allow_custom_imports, base=base
-    )
+    model, processor = open_model(checkpoint, **opening)
     with_adapters = adapter_record(model) is not None
     if merge and not with_adapters:
         raise ConfigError(f"{checkpoint} has no adapters to merge", remedy="leave out --merge")

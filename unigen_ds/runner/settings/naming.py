@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import re
-import string
 from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -70,13 +69,12 @@ def name_from_template(
     """``template`` with the values of the settings, ``*`` for the fields ``any_of``. Raises ``ConfigError`` for another
     field.
     """
-    names = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-    if names - {*FIELDS}:
-        raise ConfigError(
-            f"visualizer.run_name has {', '.join(sorted(names - {*FIELDS}))}", allowed="fields " + ", ".join(FIELDS)
-        )
     values = {**_values(settings, geometry), "date": date, **{field: _Anything() for field in any_of}}
-    return re.sub(r"[/\\\s]+", "-", template.format(**values))
+    try:
+        return re.sub(r"[/\\\s]+", "-", template.format_map(values))
+    except (LookupError, ValueError) as error:
+        problem = f"visualizer.run_name has {str(error).strip(chr(39))}"
+        raise ConfigError(problem, allowed="fields " + ", ".join(FIELDS)) from error
 
 
 def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:

@@ -9,7 +9,7 @@ reported in one ``ConfigError``. ``Settings.from_config`` does the same with val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -225,7 +225,7 @@ class Settings(ModelSettings):
         if isinstance(config, Settings):
             return config
         if isinstance(config, ConfigValues):
-            values, problems = config.values, config.problems
+            values, errors = config.values, [*config.problems]
         else:
             values = plain_values(config)
             if not isinstance(values, dict):
@@ -233,32 +233,23 @@ class Settings(ModelSettings):
             if not isinstance(config, LoadedConfig):
                 for change in translate(values):
                     notice(str(change))
-            problems = top_problems(values, known_keys(), file=getattr(config, "filename", None))
-        settings, errors = cls._with_errors(values, problems)
-        raise_any(errors)
-        assert settings is not None
-        return settings
-
-    @classmethod
-    def _with_errors(
-        cls, values: Mapping[str, Any], problems: Sequence[ConfigError]
-    ) -> tuple[Settings | None, list[ConfigError]]:
-        """The settings of a config, or an error for each problem, ``problems`` among them."""
-        sections, errors = {key: value for key, value in values.items() if key in cls.model_fields}, [*problems]
+            errors = top_problems(values, known_keys(), file=getattr(config, "filename", None))
+        sections = {key: value for key, value in values.items() if key in cls.model_fields}
         try:
             import_custom(sections)
         except ConfigError as error:  # what the module registers is not known
-            return None, [*errors, error]
+            raise_any([*errors, error])
         try:
             expand_paths(sections)
         except ConfigError as error:
             errors.append(error)
         settings, more = cls.checked(sections)
         errors += [*more, *family_problems(sections)]
-        if settings is None or errors:
-            return None, errors
+        raise_any(errors)
+        assert settings is not None
+        raise_any([*_misfits(settings)])
         settings._given = sections
-        return settings, [*_misfits(settings)]
+        return settings
 
     @classmethod
     def completed(cls, config: Any) -> Any:
@@ -272,10 +263,6 @@ class Settings(ModelSettings):
         section = {key: defaults[key] for key in PROCESSOR_KEYS if key in defaults}
         weights = {**dict.fromkeys(family.terms, DEFAULT_WEIGHT), **(values["loss_weights"] or {})}
         return {**values, "processor": {**section, **(values["processor"] or {})}, "loss_weights": weights}
-
-    def plain(self) -> dict[str, Any]:
-        values: dict[str, Any] = self.completed(super().plain())
-        return values
 
     @property
     def term_weights(self) -> dict[str, float]:
@@ -323,12 +310,6 @@ class Settings(ModelSettings):
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.folder if self.checkpoint_dir is None else Path(self.checkpoint_dir)
-
-
-def problems_of(config: Mapping[str, Any]) -> list[ConfigError]:
-    """What is wrong with a whole config, one error each. It is not changed."""
-    values = plain_values(config)
-    return Settings._with_errors(values, top_problems(values, known_keys()))[1]
 
 
 def known_keys() -> dict[str, Any]:
@@ -385,7 +366,7 @@ def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
     overridden = [override_path(key) for key in config.overrides]
     stated = {leaf for leaf, _ in leaves(settings.given)}
     rows = []
-    for leaf, value in leaves(settings.plain()):
+    for leaf, value in leaves(settings.completed(settings.given)):
         steps, names = [str(step) for step in leaf], [step for step in leaf if isinstance(step, str)]
         if any(path in (steps[: len(path)], names[: len(path)]) for path in overridden):
             origin = "command line"

@@ -268,9 +268,8 @@ def agree_on_data(settings: Settings, data: build.Data, *, total_sequences: floa
 
 def _compare(own: Mapping[str, Any]) -> None:
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in own.items()}
-    number = int.from_bytes(hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).digest()[:6], "big")
-    highest, lowest = dist.max_floats([number, -number])
-    if highest == -lowest:
+    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+    if len({*dist.gather_objects(digest)}) == 1:
         return
     ranks = dist.gather_objects(texts)
     everywhere = set.intersection(*map(set, ranks))

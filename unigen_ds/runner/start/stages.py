@@ -16,7 +16,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from unigen_ds.data.order.order import Cursor
 from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
 from unigen_ds.resume import checklist
-from unigen_ds.resume.finding import BUILT, Finding, Proposal, Saves
+from unigen_ds.resume.finding import BUILT, SAVES, Finding, Proposal
 from unigen_ds.resume.geometry import keep_batch, lr_factor
 from unigen_ds.resume.plan import ResumePlan, plan_resume
 from unigen_ds.resume.skips import settled_skips
@@ -258,14 +258,12 @@ def run_checklist(
     groups = build.build_groups(settings, named)
     home = settings.checkpoints
     folder = next((one for one in (home, *home.resolve().parents) if one.exists()), None)
-    saves, hook = asdict(Saves()), settings.default_hooks.checkpoint  # without a hook the defaults, which save nothing
-    if hook is not None:
-        saves = {key: hook.get(key, value) for key, value in saves.items()}
+    hook = settings.default_hooks.checkpoint
     proposal = Proposal(
         checkpoint=str(plan.checkpoint),
         config=plain,
         complete=lambda config: Settings.completed(config) if config.get("model") else config,
-        saves=Saves(**saves),
+        saves=SAVES if hook is None else {key: hook.get(key, value) for key, value in SAVES.items()},
         averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
         geometry=geometry,
         topology=backend.topology(),
