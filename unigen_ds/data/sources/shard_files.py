@@ -290,9 +290,7 @@ def _names(urls: Sequence[str]) -> list[str]:
 
 
 def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
-    """Return ``act()``, which is tried again after an error, with a message that counts. Raises ``DataError`` after the
-    last attempt, or at once where a file does not exist or may not be read.
-    """
+    """Return ``act()``, which is repeated after an error that may pass. Raises ``DataError`` after the last attempt."""
     for attempt in range(1, attempts + 1):
         try:
             return act()
