@@ -138,9 +138,7 @@ class SequenceStream:
     ) -> GlobalOrder:
         """A phase of all the present data. Raises ``ConfigError`` where that does not fill one iteration."""
         order, number = self.order, self.sequences_per_iteration
-        whole = order.epoch_size // number
-        if not self.drop_last:
-            whole = -(-order.epoch_size // number)
+        whole = order.epoch_size // number if self.drop_last else -(-order.epoch_size // number)
         rows = None if self.packer is not None else rows or whole * number
         if rows == 0:
             problem = f"{order.epoch_size} samples do not fill one iteration of {number} sequences"

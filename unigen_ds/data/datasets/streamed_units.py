@@ -172,7 +172,6 @@ class StreamedFitted(Fitted):
         return self.shards.titled(name)
 
     def walk(self, source: int, *, seed: int, first_pass: int) -> ShardWalk:
-
         def units(shard: int) -> int:
             return len(self._part(shard).tokens)
 

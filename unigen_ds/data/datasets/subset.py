@@ -172,7 +172,7 @@ def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
 
 
 def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Subset], list[Subset]]:
-    """Each source without the share, and the share. Raises ``DataError``: no records, or ``ConfigError``: no digests."""
+    """Each source without the share, and the share. Raises ``DataError``: no records; ``ConfigError``: no digests."""
     training: list[Subset] = []
     validation: list[Subset] = []
     what, remedy = f"val_dataloader.split={division.share:g}", "more data, or a dataset of its own for val_dataloader"

@@ -165,9 +165,7 @@ class GlobalOrder(_Stored):
     @cached_property
     def mixture(self) -> Mixture | None:
         """Which source each draw is of; None: that is part of each epoch's shuffle."""
-        if self.weights is None:
-            return None
-        return Mixture([exact(weight) for weight in self.weights])
+        return None if self.weights is None else Mixture([exact(weight) for weight in self.weights])
 
     @cached_property
     def _extra(self) -> tuple[Mixture, ...]:

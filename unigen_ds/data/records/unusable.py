@@ -116,7 +116,7 @@ def from_array(lines: NDArray[np.uint8]) -> tuple[BadRecord, ...]:
 def unusable_error(
     bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
-    """The error that lists the first. ``number``: of all, if ``bad`` is a part; ``limit``: the share that is allowed."""
+    """The error that lists the first. ``number``: of all, if ``bad`` is a part; ``limit``: share that is allowed."""
     number = len(bad) if number is None else number
     allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
     if limit is not None:
