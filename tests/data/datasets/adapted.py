@@ -28,8 +28,6 @@ class Items:
 
 
 class WithLengths(Items):
-    """The same, with the lengths of its items."""
-
     def lengths(self) -> list[int]:
         return [3 + index % 5 for index in range(NUMBER)]
 

@@ -36,8 +36,6 @@ KEPT = [0, 2, 6, 7, 8, 9, 10]
 
 @FILTERS.register_module()
 class NotNine(RecordFilter):
-    """A user's own component."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return "nine" not in " ".join(record.texts)
 
@@ -61,8 +59,6 @@ class NotFour(RecordFilter):
 
 @FILTERS.register_module()
 class AtLeastTwoTurns(RecordFilter):
-    """Another one, with a setting."""
-
     def __init__(self, *, turns: int) -> None:
         self.turns = turns
 

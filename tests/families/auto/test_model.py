@@ -36,7 +36,6 @@ IMAGES = ("llava", "qwen2_5_vl", "smolvlm", "gemma3")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every directory, and pictures of three sizes."""
     root = tmp_path_factory.mktemp("models")
     for kind in LANGUAGE:
         write_language(root / kind, kind)
@@ -48,7 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
-    """The model and its processor, as a run builds them."""
     found = AutoDirectory(ImageTextToText if kind in IMAGES else CausalLM).config(folder / kind)
     settings = ModelSettings.of({**found, "model": {**found["model"], **model}})
     processor = build_processor(settings, seed=0)

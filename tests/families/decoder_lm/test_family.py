@@ -172,7 +172,6 @@ def test_the_recipes_have_the_size_of_their_name(name: str, millions: int) -> No
 
 
 def test_sizes_of_a_recipe_are_keys() -> None:
-    """Block size, layers, width and both dropouts."""
     changes = {
         "model.llm.max_position_embeddings": 32, "model.llm.num_hidden_layers": 3, "model.llm.hidden_size": 40,
         "model.llm.attention_dropout": 0.25, "model.dropout": 0.5, "train_dataloader.seq_length": 32,
