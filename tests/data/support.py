@@ -27,8 +27,6 @@ _SPECIAL = BAGEL_META["special_ids"]
 
 @FILTERS.register_module()
 class MostCharacters(RecordFilter):
-    """A user's own filter: texts of so many characters at most."""
-
     def __init__(self, *, most: int) -> None:
         self.most = most
 
@@ -101,7 +99,6 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def mixed_records(folder: Path, number: int) -> list[Any]:
-    """Texts of many lengths, generation, captions and edits, with images of several sizes."""
     sizes = [(8, 8), (16, 24), (32, 16)]
     for k, (w, h) in enumerate(sizes):
         picture(folder / f"{k}.png", w, h, seed=k)

@@ -49,8 +49,6 @@ class WithBadItems(BadItems, WithLengths):
 
 
 class Edits:
-    """Several images with a role each."""
-
     def __init__(self, measured: bool = False) -> None:
         if measured:
             self.lengths = self._lengths

@@ -42,8 +42,6 @@ class NotNine(RecordFilter):
 
 @FILTERS.register_module()
 class NotLong(RecordFilter):
-    """One that reads headers of images."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return all(width <= 3 * height for width, height in record.image_sizes)
 

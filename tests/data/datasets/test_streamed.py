@@ -165,7 +165,6 @@ Straight = tuple[Runner, KeepBatches, list[str]]
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """From local files in one go, with the digests of its updates."""
     folder = tmp_path_factory.mktemp("straight")
     return *trained(config(folder, streamed(write_shards(folder / "shards")))), digests(folder)
 

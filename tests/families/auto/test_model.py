@@ -272,11 +272,8 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors \(it holds pytorch_model\.bin\)"):
         CausalLM(pretrained=str(tmp_path / "pickled"))
     stored = json.loads((folder / "llama" / "config.json").read_text())
-    own = {
-        **stored,
-        "model_type": "mine",
-        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"},
-    }
+    classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}
+    own = {**stored, "model_type": "mine", "auto_map": classes}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "config.json").write_text(json.dumps(own))
     (tmp_path / "own" / "mine.py").write_text("raise AssertionError('executed')")

@@ -86,7 +86,6 @@ def test_packed_is_as_alone(published: Path) -> None:
 
 
 def test_dropout_is_configurable_and_keeps_samples_apart() -> None:
-    """Dropout of the scores and of the residual branches; none in evaluation."""
     batch = batch_of(LENGTHS)
     for key in ("attention_dropout", "dropout"):
         llm = {**KINDS["llama"], **({key: 0.5} if key == "attention_dropout" else {})}
