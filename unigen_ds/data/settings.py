@@ -27,7 +27,8 @@ class TrainDataloader(Section):
     batch_size: int | None = Field(default=None, ge=1)
     """Sequences per device per iteration; may be left out where `global_batch_size` is given."""
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences per update over all processes and iterations; a total that cannot be split evenly is an error."""
+    """Sequences per update over all processes and iterations; it is split evenly, and a total that cannot be is an
+    error that names the nearest ones."""
     dataset: Annotated[tuple[Source, ...], LISTED] = Field(min_length=1)
     """Component, or a list of them: a mixture."""
     groups: Mapping[str, DataGroup] = Field(default={})
@@ -44,7 +45,8 @@ class TrainDataloader(Section):
     packing: Packer | None = None
     """Component that puts several samples into a sequence; None: one each."""
     drop_last: bool = True
-    """Unpacked: leave out samples that fill no whole iteration; False: add empty sequences. Packed: all are kept."""
+    """Unpacked: leave out the samples that fill no whole iteration. False: fill up the last iteration with empty
+    sequences, so nothing repeats. A packed epoch always keeps all."""
     num_workers: int = Field(default=0, ge=0)
     """Loading processes; 0 loads in the training process. Changes nothing about the data."""
     prefetch_factor: int | None = Field(default=2, ge=1)
