@@ -27,8 +27,6 @@ _SPECIAL = BAGEL_META["special_ids"]
 
 @FILTERS.register_module()
 class MostCharacters(RecordFilter):
-    """A user's own filter: texts of so many characters at most."""
-
     def __init__(self, *, most: int) -> None:
         self.most = most
 
@@ -37,8 +35,6 @@ class MostCharacters(RecordFilter):
 
 
 class ByteTokenizer:
-    """One id per byte; five special ids after them."""
-
     bos_id, eos_id, pad_id, image_start_id, image_end_id = 256, 257, 258, 259, 260
     fingerprint = "bytes"
 
@@ -78,7 +74,6 @@ def make_processor(**changes: Any) -> UnifiedProcessor:
 
 
 def picture(path: Path, width: int, height: int, *, seed: int = 0) -> Path:
-    """A PNG of random pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
@@ -104,7 +99,6 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 
 
 def mixed_records(folder: Path, number: int) -> list[Any]:
-    """Texts of many lengths, generation, captions and edits, with images of several sizes."""
     sizes = [(8, 8), (16, 24), (32, 16)]
     for k, (w, h) in enumerate(sizes):
         picture(folder / f"{k}.png", w, h, seed=k)
@@ -123,7 +117,6 @@ def mixed_records(folder: Path, number: int) -> list[Any]:
 
 
 def build_index(path: Path, processor: UnifiedProcessor | None = None, **more: Any) -> Index:
-    """The index of a JSON file."""
     return Index.build(JsonSource(path), processor or make_processor(), **more)
 
 

@@ -47,7 +47,6 @@ def test_an_untrained_model_fails(digits: Path, tmp_path: Path) -> None:
 
 
 def report(work_dir: Path, data: Path, dataset: object) -> dict[str, Any]:
-    """``results.json`` of a run of one update that ends with the hook."""
     hook = {"type": "DigitsReportHook", "num_timesteps": 2}
     changes = {"train_dataloader__dataset": dataset, "custom_hooks": [hook], "train_cfg": {"max_updates": 1}}
     Runner.from_cfg(tiny_config(work_dir, data, **{**changes, "param_scheduler": []})).train()

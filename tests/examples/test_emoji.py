@@ -95,7 +95,6 @@ def conversation(line: str) -> list[str]:
 
 
 def test_the_classifier_refuses_wrong_pictures(classifier: EmojiClassifier, root: Path) -> None:
-    """Another emoji, another colour, another tone, a blank sheet, noise, coarse blocks, another size."""
     asked, hand, umbrella = Variant("car", "blue"), Variant("hand", "medium"), Variant("umbrella")
     assert not classifier.right(stored_picture(root, Variant("fish", "blue")), asked)
     other = stored_picture(root, Variant("car", "purple"))
@@ -177,7 +176,6 @@ def losses(work_dir: Path) -> list[float]:
 
 
 def test_the_autoencoder_keeps_what_makes_an_emoji(classifier: EmojiClassifier, root: Path) -> None:
-    """Restored pictures have 26 dB or more in the mean, and the judge accepts them."""
     vae, right, errors = CosineAutoencoder(), [], []
     for variant in variants():
         pixels = to_tensor(stored_picture(root, variant))

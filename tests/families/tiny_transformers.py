@@ -1,6 +1,4 @@
-"""Tiny random models of transformers as published directories: Qwen3, Mistral, Gemma 2 and 3, Llama, LLaVA, Qwen2.5-VL,
-SmolVLM. Each has a tokenizer of words and characters, a chat template, and an image processor where it reads images.
-"""
+"""Tiny random models of transformers as published directories, each with a tokenizer of words and a chat template."""
 
 from __future__ import annotations
 
@@ -75,7 +73,6 @@ def _placeholder(kind: str) -> str:
 
 
 def language_config(kind: str, **changes: Any) -> Any:
-    """Of a language model."""
     own: dict[str, Any] = {}
     if kind == "mistral":
         own = {"sliding_window": 6}
@@ -89,7 +86,6 @@ def language_config(kind: str, **changes: Any) -> Any:
 
 
 def images_config(kind: str) -> Any:
-    """Of a model that reads images of 16 x 16 pixels, or of several sizes."""
     text, ids = dict(LANGUAGE), {word: i for i, word in enumerate(SPECIAL)}
     if kind == "llava":
         vision = {**VISION, "model_type": "clip_vision_model"}
@@ -124,7 +120,6 @@ def images_config(kind: str) -> Any:
 
 
 def _image_files(kind: str) -> dict[str, dict[str, Any]]:
-    """The files of its processor."""
     square = {"height": 16, "width": 16}
     if kind == "llava":
         own = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": square}
@@ -152,13 +147,11 @@ def _image_files(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def write(root: Path, kinds: Iterable[str] = KINDS) -> None:
-    """A directory for each of some kinds, named by it."""
     for kind in kinds:
         (write_images if kind in IMAGE else write_language)(root / kind, kind)
 
 
 def write_language(folder: Path, kind: str, *, template: str | None = None, **changes: Any) -> Path:
-    """A language model's directory."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(language_config(kind, **changes))
     model.save_pretrained(folder)
@@ -168,7 +161,6 @@ def write_language(folder: Path, kind: str, *, template: str | None = None, **ch
 
 
 def write_images(folder: Path, kind: str) -> Path:
-    """The directory of a model that reads images."""
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(images_config(kind))
     for name, parameter in model.named_parameters():  # a vision tower that one sees the effect of

@@ -15,7 +15,6 @@ Splits = Sequence[tuple[int, int]]
 
 
 def random_documents(seed: int, number: int, *, longest: int = 12) -> list[Splits]:
-    """Documents of one to four splits of any mode."""
     draw = random.Random(seed)
     return [[(draw.choice(MODES), draw.randint(1, longest)) for _ in range(draw.randint(1, 4))] for _ in range(number)]
 

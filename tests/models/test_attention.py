@@ -77,7 +77,6 @@ def inputs(number: int, heads: Heads = HEADS, *, seed: int = 0) -> list[Tensor]:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention by its formula."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.einsum("qhe,khe->hqk", q, k) / math.sqrt(q.shape[-1])
@@ -131,9 +130,7 @@ def test_heads_of_any_number_and_width(heads: Heads) -> None:
 @pytest.mark.parametrize("moved", [False, True], ids=["in order", "in expert order"])
 @pytest.mark.parametrize(("number", "longest"), [(12, 25), (12, 220), (50, 30)])
 def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: bool) -> None:
-    """Compared with torch's own, made from the whole mask: none is missing, and only blocks without a hidden pair are
-    unmasked. On a CPU the kernel does not use them, so the comparisons of numbers above do not test this.
-    """
+    """As torch's own, made from the whole mask; on a CPU the kernel does not use them, so no other test sees them."""
     batch = packed(random_documents(number, number, longest=longest))
     generated = batch.split_modes[batch.split_ids] == NOISE
     index_of = torch.argsort(torch.argsort(generated.int(), stable=True)) if moved else None
@@ -167,9 +164,7 @@ def long_tailed(number: int) -> list[int]:
 
 
 def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
-    """A language model and a ViT, training and evaluation, lengths as packing makes them, one block or several: more
-    variants than torch's own limit of 8, beyond which it would run uncompiled without a message.
-    """
+    """More variants than torch's own limit of 8, beyond which it would run uncompiled without a message."""
     torch._dynamo.reset()  # without this, graphs compiled by another test would be used
     compiled = compiled_attention(backend="aot_eager")
     before = counters["stats"]["unique_graphs"]

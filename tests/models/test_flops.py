@@ -61,7 +61,6 @@ def test_vlm(freeze: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("freeze", [(), ("vit", "connector")], ids=str)
 def test_unified(tmp_path: Path, freeze: Sequence[str]) -> None:
-    """Texts, understanding, generation and editing, with an autoencoder of the published kind."""
     processor = make_processor()
     model = UnifiedModel(
         llm=LLM,

@@ -48,7 +48,6 @@ def nbytes(layer: nn.Module) -> int:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("shape", [(64, 128), (31, 13), (48, 32), (5, 80), (1, 1)])
 def test_no_weight_is_off_by_more_than_half_a_gap(scheme: str, shape: tuple[int, int]) -> None:
-    """Whole blocks, odd sizes, rows that are not a multiple of a block, less than a block."""
     plain = linear(*shape)
     plain.weight.data.view(-1)[:7] *= 100  # rows and blocks of different magnitudes
     weight, packed = plain.weight, QuantizedLinear(plain, scheme)

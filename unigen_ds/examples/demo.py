@@ -21,9 +21,8 @@ _MARKER = "complete"
 
 
 def prepare_folder(root: Path, write: Callable[[Path], None], *, argument: str) -> Path:
-    """Call ``write`` with a folder that becomes ``root``, unless ``root`` is there; returns ``root``. The folder
-    appears complete or not at all, and where several processes start together the first one succeeds. Raises
-    ``ConfigError`` that names ``argument`` where ``root`` holds something else.
+    """Call ``write`` with a folder that becomes ``root``, whole or not at all, unless it is there; returns ``root``. Of
+    processes that start together the first succeeds. Raises ``ConfigError``, naming ``argument``, for another folder.
     """
     marker = root / _MARKER
     if not marker.exists():
@@ -54,9 +53,7 @@ def average_of(run: Run) -> AbstractContextManager[None]:
 
 
 class ReportHook(Hook):
-    """Measures the model once the training is complete (a run that was only stopped has nothing to report), and writes
-    ``samples.png`` and ``results.json`` into the work dir. A demo adds ``measure``.
-    """
+    """Writes ``samples.png`` and ``results.json`` once the training is complete. A demo adds ``measure``."""
 
     dataset: ClassVar[Any]
 

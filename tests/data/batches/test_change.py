@@ -60,7 +60,6 @@ def sources(folder: Path, records: list[Any]) -> Sources:
 
 
 def stored(stream: SequenceStream, cursor: Cursor) -> dict[str, Any]:
-    """The values that a manifest stores, converted through JSON."""
     loader: dict[str, Any] = json.loads(json.dumps({"cursor": cursor.state_dict(), **stream.identity}))
     return loader
 
@@ -70,7 +69,6 @@ def take(stream: SequenceStream, number: int, cursor: Cursor | None = None) -> l
 
 
 def epochs(stream: SequenceStream, cursor: Cursor, stop: int) -> list[tuple[int, Any, Cursor]]:
-    """(epoch, row, cursor after it) up to the end of epoch ``stop - 1``."""
     found, epoch = [], cursor.epoch
     for row, after in stream.rows(cursor):
         found.append((epoch, row, after))
@@ -96,12 +94,10 @@ def ids(stream: SequenceStream, rows: Sequence[tuple[int, Any, Cursor]]) -> list
 
 
 def built(datasets: list[Any], first: SequenceStream, **more: Any) -> SequenceStream:
-    """The stream of a resume's config, with the values of a manifest's ruler."""
     return make_stream(datasets, sequences_per_epoch=first.sequences_per_epoch, **more)
 
 
 def mid_epoch(stream: SequenceStream, epoch: int, rows: int) -> tuple[list[tuple[int, Any, Cursor]], Cursor]:
-    """All rows up to row ``rows`` of ``epoch``, and the cursor there."""
     done = epochs(stream, Cursor(), epoch) if epoch else []
     first = len(done)
     done += epochs(stream, done[-1][2] if done else Cursor(), epoch + 1)[:rows]

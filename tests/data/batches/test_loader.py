@@ -55,7 +55,6 @@ def test_workers_change_nothing(data: Any) -> None:
 @pytest.mark.parametrize("window", [None, 12])
 @pytest.mark.parametrize(("batch", "accumulate", "ranks"), [(1, 1, 1), (4, 1, 1), (2, 2, 2), (1, 1, 3), (2, 1, 3)])
 def test_every_sequence_once_over_ranks(data: Any, window: int | None, batch: int, accumulate: int, ranks: int) -> None:
-    """The rows of all ranks together are the stream; one epoch of them contains every record once."""
     geometry = Geometry(batch, accumulate, ranks)
     stream = make_stream([data], window=window)
     per_rank = [updates(8, data, geometry, dp_rank=r, window=window) for r in range(ranks)]
@@ -138,9 +137,7 @@ def test_no_batch_is_overwritten_while_it_is_used(data: Any, monkeypatch: pytest
 
 @pytest.mark.parametrize(("window", "workers"), [(None, 0), (12, 2)])
 def test_a_chain_of_geometries_is_one_stream(data: Any, window: int | None, workers: int) -> None:
-    """Resumed five times, each time with another split, over several epochs: the stream, each row once. What workers
-    had ready and no update used is not lost.
-    """
+    """Resumed five times, each time with another split, over several epochs. What no update used is not lost."""
     length = make_stream([data], window=window, sequences_per_iteration=1).sequences_per_epoch
     cursor, rows = Cursor(), []
     for geometry in (Geometry(2, 2, 1), Geometry(1, 1, 3), Geometry(5, 2, 2), Geometry(1, 3, 1), Geometry(7, 1, 2)):

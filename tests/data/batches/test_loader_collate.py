@@ -25,7 +25,6 @@ MODES = {"causal": CAUSAL, "full": FULL, "noise": NOISE}
 
 
 def same(one: PackedBatch, other: PackedBatch) -> None:
-    """Every field equal, bit for bit."""
     for field in dataclasses.fields(PackedBatch):
         a, b = getattr(one, field.name), getattr(other, field.name)
         assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b, field.name
@@ -60,10 +59,7 @@ def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
 
 
 def golden_records(folder: Path, pack: dict[str, Any], processor: UnifiedProcessor) -> list[Any]:
-    """The four samples of the public pack as conversations, with images of its sizes.
-
-    All files have different sizes, so each has the pack's own size for the autoencoder and for the vision tower.
-    """
+    """The four samples of the public pack; each file has another size, for the pack's own sizes of both encoders."""
     left = {kind: [tuple(shape[:0:-1]) for shape in pack[f"{kind}_image_shapes"]] for kind in ("vae", "vit")}
     transforms = {"vae": processor.vae_transform, "vit": processor.vit_transform}
 

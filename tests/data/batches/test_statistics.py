@@ -55,7 +55,6 @@ def test_a_start_logs_what_an_epoch_draws(tmp_path: Path, digits: Path) -> None:
 
 
 def test_skipped_records_are_not_in_the_statistics(tmp_path: Path, digits: Path) -> None:
-    """The longest records are skipped whole, since they do not fit into a sequence."""
     draws, reads = kinds(digits)
     record = json.loads(reads[0])
     record["conversations"][-1]["content"] = " ".join(["7"] * 400)

@@ -33,7 +33,6 @@ def take(stream: SequenceStream, number: int, cursor: Cursor | None = None) -> l
 
 
 def epoch_rows(stream: SequenceStream, epoch: int) -> list[Any]:
-    """The rows of one epoch of a packed stream."""
     return [row for window in range(stream.num_windows(epoch)) for row in stream.window_rows(epoch, window)]
 
 

@@ -28,8 +28,6 @@ class Items:
 
 
 class WithLengths(Items):
-    """The same, with the lengths of its items."""
-
     def lengths(self) -> list[int]:
         return [3 + index % 5 for index in range(NUMBER)]
 
@@ -51,8 +49,6 @@ class WithBadItems(BadItems, WithLengths):
 
 
 class Edits:
-    """Several images with a role each."""
-
     def __init__(self, measured: bool = False) -> None:
         if measured:
             self.lengths = self._lengths

@@ -36,16 +36,12 @@ KEPT = [0, 2, 6, 7, 8, 9, 10]
 
 @FILTERS.register_module()
 class NotNine(RecordFilter):
-    """A user's own component."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return "nine" not in " ".join(record.texts)
 
 
 @FILTERS.register_module()
 class NotLong(RecordFilter):
-    """One that reads headers of images."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return all(width <= 3 * height for width, height in record.image_sizes)
 
@@ -61,8 +57,6 @@ class NotFour(RecordFilter):
 
 @FILTERS.register_module()
 class AtLeastTwoTurns(RecordFilter):
-    """Another one, with a setting."""
-
     def __init__(self, *, turns: int) -> None:
         self.turns = turns
 

@@ -30,8 +30,6 @@ SEQ_LENGTH = 100
 
 
 class Lengths(ScannedDataset):
-    """Samples of given lengths."""
-
     def __init__(self, name: str, lengths: list[int], folder: Path | None = None, **more: Any) -> None:
         self.name, self._lengths, self.cache_folder = name, lengths, folder
         self.group, self.weight, self.num_used_data = (more.get(k) for k in ("group", "weight", "num_used_data"))

@@ -38,7 +38,6 @@ from unigen_ds.system.files import size_text
 from unigen_ds.system.journals import read_lines
 
 SIZES = (13, 4, 9, 1, 22, 7, 11)
-"""Records of each shard."""
 KIND = "UnifiedGenerationDataset"
 MIXED = {"mixed_shards": 2}
 
@@ -71,7 +70,6 @@ def urls(served: Served, number: int = len(SIZES)) -> str:
 
 
 def config(folder: Path, data: Any, **overrides: Any) -> Any:
-    """``data``: of the data set, or a list of them."""
     data = [
         {"type": KIND, "name": "web", "cache_dir": str(folder / "cache"), **one}
         for one in (data if isinstance(data, list) else [data])
@@ -91,7 +89,6 @@ def config(folder: Path, data: Any, **overrides: Any) -> Any:
 
 
 def killed(folder: Path, data: Any, updates: int, **overrides: Any) -> None:
-    """A run that is killed after an update, which it has saved."""
     saved = dict(type="CheckpointHook", interval=updates, unit="update")
     train_and_kill(config(folder, data, **{"default_hooks__checkpoint": saved, **overrides}), updates)
 
@@ -105,9 +102,7 @@ def digests(folder: Path) -> list[str]:
 
 
 def exact(ids: list[str], sizes: tuple[int, ...] = SIZES, name: str = "web") -> int:
-    """Every record once in each pass, in passes one after the other; the rest of the last but one may be in the part of
-    its window that was not trained on. The number of whole passes.
-    """
+    """Every record once in each pass but the last two, of which a window may miss a part. The number of passes."""
     passes: dict[int, list[str]] = defaultdict(list)
     for one in ids:
         source_name, number, pass_number, *_ = one.split(":")
@@ -170,7 +165,6 @@ Straight = tuple[Runner, KeepBatches, list[str]]
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """From local files in one go, with the digests of its updates."""
     folder = tmp_path_factory.mktemp("straight")
     return *trained(config(folder, streamed(write_shards(folder / "shards")))), digests(folder)
 
@@ -178,9 +172,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
 def test_a_run_is_the_same_over_kills_and_wherever_its_shards_are(
     tmp_path: Path, served: Served, straight: Straight
 ) -> None:
-    """From local files in one go; from a server killed in the middle of windows, with other workers and other splits of
-    the batch, and once without any of the copies.
-    """
+    """From local files in one go; from a server, killed within windows, with other splits and without copies."""
     ended, kept, expected = straight
     assert exact(kept.ids) >= 3
     folder, data = tmp_path / "killed", streamed(urls(served))
@@ -230,8 +222,7 @@ def test_what_is_not_exact_is_reported_at_the_start(tmp_path: Path, served: Serv
 def test_numbers_of_a_streamed_source_name_the_part_that_is_measured(
     tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The log of a start, the text, JSON and page of ``inspect_data``: of 13 records, 1 of 7 shards; an epoch is
-    estimated from them: as many passes over the first shard as an epoch draws of all."""
+    """Of 13 records, 1 of 7 shards: an epoch is as many passes over the first shard as it draws of all."""
     write_jsonl(tmp_path / "own.jsonl", [{"text": "one two three"}] * 10)
     write_jsonl(shards / "part-0.jsonl", [{"text": words(4)}] * 12 + [{"text": words(50)}])  # 6 and 52 tokens
     filters = [{"type": "MostCharacters", "most": 200}]

@@ -1,7 +1,4 @@
-"""Reading an image: orientation, 8 bits, transparency as in the family's public code; only image formats are opened.
-
-Expected pixels are computed here with numpy, from the arrays of the files.
-"""
+"""Reading an image: orientation, 8 bits, transparency as in the public code, formats. Pixels are computed by numpy."""
 
 from __future__ import annotations
 

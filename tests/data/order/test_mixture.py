@@ -27,7 +27,6 @@ def weights_of(kind: str, trial: int) -> list[float]:
 
 
 def deviation(weights: list[float], sources: np.ndarray) -> float:
-    """The largest |draws of a source - its share| after any number of draws."""
     shares = [exact(weight) / sum(map(exact, weights)) for weight in weights]
     steps = np.arange(1, len(sources) + 1)
     return max(float(np.abs(np.cumsum(sources == k) - float(s) * steps).max()) for k, s in enumerate(shares))

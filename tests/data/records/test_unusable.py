@@ -43,7 +43,6 @@ def config(work_dir: Path, data: Path, **more: Any) -> Any:
 
 
 def inspected(made: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """Exit status and what the tool prints."""
     (folder / "config.json").write_text(json.dumps(plain_values(made)))
     capsys.readouterr()
     return inspect_data([str(folder / "config.json"), *options]), capsys.readouterr().out

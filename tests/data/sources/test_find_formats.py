@@ -69,7 +69,6 @@ def test_a_line_that_is_no_json_names_its_line(tmp_path: Path) -> None:
 
 
 def test_lines_are_found_as_one_after_the_other_would(tmp_path: Path) -> None:
-    """Blank lines, spaces, carriage returns, a byte order mark, control characters, no final newline, long lines."""
     draw, path = random.Random(1), tmp_path / "x.jsonl"
     pieces = [
         b'{"a":1}', b"", b" ", b'  {"b": 2} \t', b"\r", b'{"c":3}\r', b"\x0b{}\x0c", b"\x00x", b"x" * 200,

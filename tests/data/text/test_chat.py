@@ -28,7 +28,6 @@ def messages_of(text: str) -> list[dict[str, str]]:
 
 
 def shown(tokenizer: Any, ids: list[int], from_assistant: list[bool]) -> str:
-    """The text that the mask attributes to the assistant."""
     return tokenizer.decode([i for i, own in zip(ids, from_assistant, strict=True) if own])
 
 

@@ -31,7 +31,6 @@ def processor(folder: Path, template: str | None = None, **given: Any) -> ModelP
 
 
 def learned(made: ModelProcessor, turns: list[Turn], **options: Any) -> tuple[str, str]:
-    """The text of a record, and of the tokens that are learned."""
     splits: Any = made.plan(turns, **options).splits
     ids, labels = ([i for s in splits for i in part(s)] for part in (lambda s: s.ids, lambda s: s.labels))
     assert all(label in (-100, following) for label, following in zip(labels, ids[1:], strict=False))

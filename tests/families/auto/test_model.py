@@ -36,7 +36,6 @@ IMAGES = ("llava", "qwen2_5_vl", "smolvlm", "gemma3")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every directory, and pictures of three sizes."""
     root = tmp_path_factory.mktemp("models")
     for kind in LANGUAGE:
         write_language(root / kind, kind)
@@ -48,7 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
-    """The model and its processor, as a run builds them."""
     found = AutoDirectory(ImageTextToText if kind in IMAGES else CausalLM).config(folder / kind)
     settings = ModelSettings.of({**found, "model": {**found["model"], **model}})
     processor = build_processor(settings, seed=0)
@@ -274,11 +272,8 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors \(it holds pytorch_model\.bin\)"):
         CausalLM(pretrained=str(tmp_path / "pickled"))
     stored = json.loads((folder / "llama" / "config.json").read_text())
-    own = {
-        **stored,
-        "model_type": "mine",
-        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"},
-    }
+    classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}
+    own = {**stored, "model_type": "mine", "auto_map": classes}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "config.json").write_text(json.dumps(own))
     (tmp_path / "own" / "mine.py").write_text("raise AssertionError('executed')")

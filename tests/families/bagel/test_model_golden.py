@@ -26,7 +26,6 @@ def _json(name: str):
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
-    """Absolute tolerance by quantity, as stored with the vectors."""
     stated = read_json(GOLDEN / "tolerance.json")
     return {k.removeprefix("bagel/"): v.get("suggested_atol", 0) for k, v in stated.items() if k.startswith("bagel/")}
 

@@ -37,7 +37,6 @@ def model() -> UnifiedModel:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
     (tmp_path / "published").mkdir()
     for name in FILES:
         shutil.copyfile(BAGEL / name, tmp_path / "published" / name)

@@ -86,7 +86,6 @@ def test_packed_is_as_alone(published: Path) -> None:
 
 
 def test_dropout_is_configurable_and_keeps_samples_apart() -> None:
-    """Dropout of the scores and of the residual branches; none in evaluation."""
     batch = batch_of(LENGTHS)
     for key in ("attention_dropout", "dropout"):
         llm = {**KINDS["llama"], **({key: 0.5} if key == "attention_dropout" else {})}
@@ -172,7 +171,6 @@ def test_the_recipes_have_the_size_of_their_name(name: str, millions: int) -> No
 
 
 def test_sizes_of_a_recipe_are_keys() -> None:
-    """Block size, layers, width and both dropouts."""
     changes = {
         "model.llm.max_position_embeddings": 32, "model.llm.num_hidden_layers": 3, "model.llm.hidden_size": 40,
         "model.llm.attention_dropout": 0.25, "model.dropout": 0.5, "train_dataloader.seq_length": 32,

@@ -32,8 +32,6 @@ Document = list[Loaded]
 
 
 class Ids:
-    """The ids that packing needs, as stored in the files."""
-
     bos_id, eos_id, pad_id = META["im_start_id"], META["eos_token_id"], META["pad_token_id"]
     image_id = image_end_id = META["image_token_id"]
     image_start_id = META["global_image_token_id"]
@@ -41,7 +39,6 @@ class Ids:
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
-    """Absolute tolerance by quantity, as stored with the vectors."""
     stated = read_json(GOLDEN / "tolerance.json")
     own = {k.removeprefix("nanovlm/"): v for k, v in stated.items() if k.startswith("nanovlm/")}
     return {name: value.get("suggested_atol", 0) for name, value in own.items()}

@@ -3,9 +3,8 @@
 In: the data's identity of a checkpoint (``SequenceStream.identity`` and the cursor, plain values) and the stream of the
 present config. Out: the stream in its phases, and the cursor to continue at; a later checkpoint keeps both.
 
-* ``append``: each source begins with its old records, unchanged (their digests are compared), and
-  new sources follow the old ones. The epoch of the checkpoint is finished with the old records in
-  the old order; from the next epoch on all are used.
+* ``append``: each source begins with its old records (their digests are compared), new sources follow the old ones.
+  The epoch of the checkpoint is finished with the old records in the old order; the next one has all of them.
 * ``restart``: anything may differ. A new epoch of the new data begins; the rest of the old one is not used.
 
 A new phase numbers its passes above all earlier ones, so no sample id (source:index:pass) comes twice in a run.
@@ -123,12 +122,8 @@ def continue_stream(
     stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
 ) -> tuple[SequenceStream, Cursor]:
     """The stream in the phases of the run, and the cursor to continue at. Raises ``ResumeBlocked`` where the data
-    differs and the choice does not allow it.
-
-    Args:
-        stored: the ``loader`` of a manifest: ``SequenceStream.identity`` and ``cursor``.
-        stream: of the present config, with the run's ``sequences_per_epoch`` and first ``sequences_per_iteration``.
-        on_change: what to do where the data differs. Without a difference it has no effect.
+    differs and ``on_change`` does not allow it. ``stored``: the ``loader`` of a manifest; ``stream``: of the present
+    config, with the run's ``sequences_per_epoch`` and first ``sequences_per_iteration``.
     """
     change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
     phases = tuple(GlobalOrder.from_state_dict(state, seed=stream.order.seed) for state in stored["phases"])

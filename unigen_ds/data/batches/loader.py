@@ -39,8 +39,6 @@ from unigen_ds.system.workers import Workers
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One iteration, seen from one rank."""
-
     batch: Batch
     """This rank's part, on the CPU."""
     cursor: Cursor
@@ -60,13 +58,7 @@ class Loading(TypedDict, total=False):
 
 
 class UpdateLoader:
-    """Endless updates. Iterate once; ``close`` when done.
-
-    Args:
-        geometry: batch size, accumulation and ranks; changes nothing about the order.
-        cursor: where to continue.
-        seed: of noise and condition dropout; the processor's by default.
-    """
+    """Endless updates. Iterate once; ``close`` when done. ``seed``: of noise and dropout; None: the processor's."""
 
     def __init__(
         self,
@@ -107,7 +99,6 @@ class UpdateLoader:
             yield [MicroBatch(self._batches.next(), *self._pending.popleft()) for _ in numbers]
 
     def close(self) -> None:
-        """End the workers. Safe to call twice, and after an error."""
         self._batches.close()
         self._pending.clear()
 
@@ -122,12 +113,7 @@ class RowSource:
 
 
 class BatchLoader:
-    """One batch for each list of rows, made in this process or by workers. ``close`` when done.
-
-    Args:
-        source: what the rows point into.
-        iterations: the rows of each batch. Workers read ahead, so it is iterated faster than ``next`` is called.
-    """
+    """One batch for each list of rows, made here or by workers, which read ahead of ``next``. ``close`` when done."""
 
     def __init__(
         self,
@@ -187,13 +173,7 @@ def collate(
     seed: int | None = None,
     names: Sequence[str] | None = None,
 ) -> Batch:
-    """One micro-batch.
-
-    Args:
-        datasets: the sources that the draws of ``rows`` point into.
-        processor: sizes and ids; ``seed`` and ``names`` default to the processor's and the data sets' own.
-        seq_length: each sample is truncated to it.
-    """
+    """One micro-batch of ``rows``; each sample is truncated to ``seq_length``."""
     seed = processor.seed if seed is None else seed
     names = source_names(datasets) if names is None else names
     builder = processor.builder()
@@ -233,9 +213,7 @@ def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) 
 def load(
     draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
 ) -> list[Loaded]:
-    """Read, truncate, drop conditions, decode. Raises ``UnreadableImage`` where the sample must be skipped. Condition
-    dropout draws one number for every split, droppable or not.
-    """
+    """Read, truncate, drop conditions (each split draws), decode. Raises ``UnreadableImage`` for a skipped sample."""
     whole = dataset.sample(draw.index, pass_number=draw.pass_number)
     sample = whole if draw.piece >= 0 else whole.truncated(seq_length)
     for split in sample.splits:
@@ -276,7 +254,6 @@ class Packet:
 
     @classmethod
     def packed(cls, batch: Batch) -> Packet:
-        """A copy of a batch, to be sent to another process."""
         tensors, others = batch.parts()
         layout, size = {}, 0
         for name, tensor in tensors.items():

@@ -20,8 +20,6 @@ from unigen_ds.core.batch import Batch, PackedBatch
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One text token."""
-
     id: int
     text: str
     kind: Literal["text", "special", "unknown", "padding"]
@@ -49,8 +47,6 @@ class ShownImage:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample of a sequence."""
-
     id: str
     """'' for what fills a sequence without a sample."""
     num_tokens: int

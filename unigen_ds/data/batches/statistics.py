@@ -140,9 +140,7 @@ def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float
 
 
 def list_left_out(parts: Sequence[Any], folder: Path) -> None:
-    """Write ``left_out.jsonl``: a line for each record that ``on_record_error`` leaves out, and of a streamed source
-    those of every shard that was reached. ``parts``: of training and validation, each with ``fitted``. On rank 0.
-    """
+    """Write ``left_out.jsonl``, on rank 0: each record that ``on_record_error`` left out. ``parts`` have ``fitted``."""
     path, lines = folder / LIST_FILE, list[str]()
     before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     for name, source in (pair for part in parts for pair in zip(part.names, part.fitted, strict=True)):

@@ -91,8 +91,7 @@ class SequenceStream:
         check_mandatory(self.blend, self._tokens, tiles, packer=packer, seq_length=seq_length)
         self._use((self.new_phase(0, first_pass=0, first_sequence=0, rows=sequences_per_epoch),))
         self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
-        """What an epoch means for schedules and limits: the sequences of epoch 0, for the whole run. Packed: other
-        epochs have a few more or fewer rows."""
+        """For schedules and limits, the whole run: the rows of epoch 0. Packed: others have a few more or fewer."""
 
     @property
     def order(self) -> GlobalOrder:
@@ -117,13 +116,11 @@ class SequenceStream:
         self.order.walks.update(self.walks)
 
     def with_phases(self, phases: Sequence[GlobalOrder]) -> SequenceStream:
-        """The same data with the phases that a resume found."""
         stream = copy.copy(self)
         stream._use(tuple(phases))
         return stream
 
     def skipping(self, skips: Iterable[Skip]) -> SequenceStream:
-        """The same data without these sequences."""
         stream = copy.copy(self)
         stream.skips = merged_skips(skips)
         return stream
@@ -139,13 +136,9 @@ class SequenceStream:
     def new_phase(
         self, first_epoch: int, *, first_pass: int, first_sequence: int | None, rows: int | None = None
     ) -> GlobalOrder:
-        """A phase of all the present data. ``rows``: of an unpacked epoch, where they are known. Raises ``ConfigError``
-        where the data does not fill one iteration.
-        """
+        """A phase of all the present data. Raises ``ConfigError`` where that does not fill one iteration."""
         order, number = self.order, self.sequences_per_iteration
-        whole = order.epoch_size // number
-        if not self.drop_last:
-            whole = -(-order.epoch_size // number)
+        whole = order.epoch_size // number if self.drop_last else -(-order.epoch_size // number)
         rows = None if self.packer is not None else rows or whole * number
         if rows == 0:
             problem = f"{order.epoch_size} samples do not fill one iteration of {number} sequences"
@@ -185,8 +178,7 @@ class SequenceStream:
 
     @property
     def tokens_per_sequence(self) -> float:
-        """Mean over an epoch of the first phase, so that appended data moves no limit in tokens; from lengths alone:
-        condition dropout makes the true number a little smaller."""
+        """Mean of the first phase (appended data moves no limit); condition dropout makes it a little smaller."""
         first = self.phases[0]
         means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, first.sizes, strict=False)]
         drawn = sum(mean * count for mean, count in zip(means, self._draws(first), strict=True))
@@ -251,7 +243,6 @@ class SequenceStream:
         return {"seed": self.order.seed, "fingerprint": self.fingerprint, "facts": self.facts, "phases": phases} | skips
 
     def window_rows(self, epoch: int, window: int) -> list[Row]:
-        """All rows of one window of a packed stream."""
         plan, columns = self._plan(epoch, window)
         draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
         return [tuple(self.fitted[draws[i].source].record(draws[i]) for i in group) for group in plan]
@@ -287,9 +278,7 @@ class SequenceStream:
         return self._extra_after(*self._window_before(epoch, window))
 
     def _extra_after(self, epoch: int, window: int) -> tuple[int, ...]:
-        """As ``_extra_before``, after a window. Plans all before it that are not known: those of a phase's first epoch
-        are cached, and a cursor has its own.
-        """
+        """As ``_extra_before``, after a window. Plans those before it, as far as neither cache nor cursor has them."""
         if (epoch, window) not in self._after:
             self.window_count(self.epoch_order(epoch).first_epoch, 0)  # plans the first epoch, or reads its plan
         unplanned, at = [], (epoch, window)
@@ -435,9 +424,7 @@ class SequenceStream:
         return rows
 
     def seek(self, sequence: int) -> Cursor:
-        """The cursor before a global sequence number. Packed: plans every window before it beyond the first epoch.
-        Raises ``DataError`` for a sequence of data that was replaced.
-        """
+        """The cursor before a global sequence number; plans what is before it. Raises ``DataError``: replaced data."""
         known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
         before = [(first, epoch) for first, epoch in known if first is not None and first <= sequence]
         if not before:

@@ -26,14 +26,8 @@ from unigen_ds.data.order.order import Draw, shares
 
 
 class ValidationData:
-    """What is evaluated on. Every rank has one; nothing is collective.
-
-    Args:
-        names: of the sources, as in sample ids and metrics.
-        name: of this set, where a run has several.
-        processor: turns records into tensors; condition dropout and augmentation are left out.
-        seed: of noise and time steps.
-        batch_size: sequences per device.
+    """What is evaluated on, without condition dropout and augmentation. Every rank has one; nothing is collective.
+    ``name``: of this set, where a run has several; ``names``: of its sources; ``seed``: of noise and time steps.
     """
 
     def __init__(
@@ -58,7 +52,6 @@ class ValidationData:
         self.batch_size, self._loading = batch_size, loading
 
     def __len__(self) -> int:
-        """Samples of a whole evaluation."""
         return sum(map(len, self.fitted))
 
     def start_lines(self) -> Iterator[str]:

@@ -63,7 +63,6 @@ class ArrayFile:
         os.ftruncate(self._stream.fileno(), self._end)
 
     def store(self, name: str, values: NDArray[Any]) -> None:
-        """Add an array whole."""
         self.add(name, values.size, str(values.dtype), values.shape)
         self.put(name, 0, values.reshape(-1))
 
@@ -78,7 +77,6 @@ class ArrayFile:
                 content, offset = content[written:], offset + written
 
     def read(self, name: str) -> NDArray[Any]:
-        """What one holds so far."""
         return _map(self._stream, {name: self._table[name]})[name] if self._table[name][2] else np.empty(0, np.int64)
 
     def finish(self, key: str) -> Arrays:
@@ -113,9 +111,7 @@ def fingerprint(*facts: object) -> str:
 
 
 def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
-    """The folder for cached arrays of a data file: beside it, else ``cache_dir``, else none (with a warning). An
-    existing read-only folder beside it is the last choice: it may hold what somebody else prepared.
-    """
+    """Where the arrays of a data file are cached: beside it, else in ``cache_dir``, else nowhere, with a warning."""
     beside = path.parent / FOLDER
     for folder in (beside, cache_dir):
         if folder is None:
@@ -127,7 +123,7 @@ def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
         if os.access(folder, os.W_OK):
             return folder
     if beside.is_dir():
-        return beside
+        return beside  # read-only: it may hold what somebody else prepared
     logger().warning(
         "the index of %s cannot be cached: its folder is not writable and no cache_dir is given; "
         "every start plans all records again",
@@ -236,6 +232,5 @@ def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) ->
 
 
 def _stamp(path: Path) -> list[int]:
-    """Size, times of change and inode number."""
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]

@@ -40,8 +40,7 @@ class PlannedDataset(Protocol):
     name: str
     """The first part of a sample id."""
     weight: float | None
-    """Relative share of the samples; None: every record once an epoch. A source may also have ``group`` and
-    ``num_used_data``, as ``UnifiedGenerationDataset``."""
+    """Relative share; None: every record once an epoch. A source may also have ``group`` and ``num_used_data``."""
     cache_folder: Path | None
     """Where plans may be cached."""
 
@@ -149,7 +148,6 @@ class UnifiedGenerationDataset:
         self.cache_folder = self.index.folder
 
     def shard(self, number: int) -> UnifiedGenerationDataset:
-        """One shard of a streamed data set, as a data set of its own."""
         assert self.shards is not None
         shard = copy.copy(self)
         shard.index, shard.shards, shard.first_number = self.shards.index(number), None, number * SPAN
@@ -177,7 +175,6 @@ class UnifiedGenerationDataset:
         return self.processor.plan(turns, entry.where, keep_images=True)
 
     def turns(self, index: int) -> list[Turn]:
-        """The record as its file has it, for showing it."""
         return self._read(index)[1]
 
     def _read(self, index: int) -> tuple[Row, list[Turn]]:

@@ -85,9 +85,7 @@ class RecordFilter:
 
     @property
     def code(self) -> str | None:
-        """What changes where it decides in another way: of a user's class a digest of its text. None: not known, so
-        nothing is kept from one start to the next.
-        """
+        """Changes with what it decides: of a user's class a digest of its text. None: unknown, so nothing is kept."""
         kind = type(self)
         if kind.__module__ == __name__:
             return f"{kind.__name__} 1"  # another number where one decides in another way than in 1.0

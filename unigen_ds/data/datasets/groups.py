@@ -37,8 +37,6 @@ class DataGroup(Section):
 
 @dataclass(frozen=True)
 class Blend:
-    """How the sources are mixed."""
-
     weights: tuple[Weight, ...] | None = None
     """Of each source; None: every record once an epoch."""
     mandatory: tuple[tuple[int, ...], ...] = ()
@@ -55,9 +53,7 @@ def blend(
     *,
     skipped: Sequence[tuple[str, str | None]] = (),
 ) -> Blend:
-    """``sizes``: samples of each source; ``skipped``: name and group of each that is left out (``on_error='skip'``).
-    Raises ``ConfigError`` where sources and groups do not fit, ``DataError`` where all of a group are skipped.
-    """
+    """Raises ``ConfigError`` where groups do not fit the sources, ``DataError`` where all of one are ``skipped``."""
     of_sources = [getattr(dataset, "group", None) for dataset in datasets]
     for dataset, group in zip(datasets, of_sources, strict=True):
         if group not in groups and (group is not None or groups):
@@ -102,9 +98,7 @@ def blend(
 
 
 def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
-    """The weights of the data sets: all have one, or none has. Raises ``ConfigError`` where only some have, where a
-    record would never be drawn, and where a streamed one has none beside others.
-    """
+    """The weights of all, or None. Raises ``ConfigError`` for one that is missing beside others or is not positive."""
     weights = [dataset.weight for dataset in datasets if dataset.weight is not None]
     if weights and len(weights) < len(datasets):
         without = [dataset.name for dataset in datasets if dataset.weight is None]
@@ -129,9 +123,7 @@ def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
 def check_mandatory(
     blend: Blend, tokens: Sequence[Array], tiles: Sequence[Array], *, packer: Any, seq_length: int
 ) -> None:
-    """Raise where mandatory groups cannot be in every sequence: ``ConfigError`` for a packer that does not know them,
-    ``DataError`` where a sample of another group may have no space beside one of each.
-    """
+    """Raise ``ConfigError`` for a packer without mandatory groups, ``DataError`` where these leave too little space."""
     if not blend.mandatory:
         return
     title = f"the mandatory groups: {', '.join(blend.names)}"

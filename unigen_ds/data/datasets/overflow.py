@@ -36,13 +36,7 @@ _MOST_LOST = 0.5
 
 @dataclass(frozen=True)
 class Overflow:
-    """The settings.
-
-    Args:
-        seq_length: tokens of a sequence at most.
-        setting: ``train_dataloader.overflow``; None: the default of each kind of record.
-        key: of ``train_dataloader``, which sets ``seq_length``.
-    """
+    """``setting``: ``train_dataloader.overflow``; None: the default of each kind. ``key``: what sets ``seq_length``."""
 
     seq_length: int
     setting: str | None = None
@@ -90,7 +84,6 @@ class Fitted:
         return {"records": records, "pieces": np.where(whole, -1, piece), "tokens": units, "tiles": tiles[records]}
 
     def __len__(self) -> int:
-        """Units: draws of one pass."""
         return len(self.tokens)
 
     def lengths_of(self, units: Array) -> tuple[Array, Array]:
@@ -106,7 +99,6 @@ class Fitted:
 
     @property
     def unusable(self) -> Sequence[BadRecord]:
-        """Records that ``on_record_error`` leaves out."""
         filtering = filtering_of(self.dataset)
         return () if filtering is None else filtering.unusable
 

@@ -54,9 +54,7 @@ class Streaming(Section):
 
 
 class ShardSource(RecordSource):
-    """The records of one shard. It is fetched when the first one is read: an index from the cache needs nothing.
-    ``own_folder``: relative image paths start at the folder of a local shard, not of the first one.
-    """
+    """The records of one shard, fetched for the first. ``own_folder``: image paths start at that of a local shard."""
 
     def __init__(self, shard: DataShard, listed: ShardList, *, own_folder: bool = False) -> None:
         super().__init__(Path(shard.file_name), label=shard.name, folder=listed.index_folder)

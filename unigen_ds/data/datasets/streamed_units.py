@@ -36,12 +36,7 @@ Start = tuple[int, int, int]
 
 
 class ShardWalk:
-    """The endless order of one source, whose number is ``source``.
-
-    Args:
-        shards: those of the source.
-        units: of a shard; it may take long, where the shard must be fetched.
-    """
+    """The endless order of one source, whose number is ``source``. ``units`` may take long: a shard is fetched then."""
 
     def __init__(
         self, shards: StreamedShards, units: Callable[[int], int], *, seed: int, source: int, first_pass: int
@@ -125,7 +120,6 @@ class ShardWalk:
 
 
 def fit(dataset: PlannedDataset, overflow: Overflow) -> Fitted:
-    """``Fitted`` of any data set."""
     return StreamedFitted(dataset, overflow) if is_streamed(dataset) else Fitted(dataset, overflow)
 
 
@@ -178,8 +172,6 @@ class StreamedFitted(Fitted):
         return self.shards.titled(name)
 
     def walk(self, source: int, *, seed: int, first_pass: int) -> ShardWalk:
-        """The order of the source, whose number is ``source``."""
-
         def units(shard: int) -> int:
             return len(self._part(shard).tokens)
 

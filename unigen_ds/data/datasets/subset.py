@@ -35,14 +35,9 @@ _FORMAT = "unigen-filters-1"
 
 
 class Subset:
-    """Some records of a source, in its order.
-
-    Args:
-        whole: the source, or a subset of it.
-        numbers: the numbers of the records in ``whole``, ascending.
-        choice: why it has these: ``FirstRecords``, ``Side`` or ``Filtering``. ``facts`` are what the fingerprint of the
-            records has beside that of the source, ``prefix_facts`` what ``prefix_digest`` has; None: its digest is the
-            source's own.
+    """Some records of ``whole`` (a source, or a subset of it) by their ``numbers`` there, ascending. ``choice``: why
+    these: ``FirstRecords``, ``Side`` or ``Filtering``. Its ``facts`` are what the fingerprint has beside the source's,
+    ``prefix_facts`` what ``prefix_digest`` has; None: its digest is the source's own.
     """
 
     def __init__(self, whole: PlannedDataset, numbers: Array, choice: Any) -> None:
@@ -172,15 +167,12 @@ class Side:
 
 
 def division_of(datasets: Sequence[PlannedDataset]) -> Division | None:
-    """Return how the records of the sources are divided, or None if they are not."""
     sides = (subset_by(dataset, Side) for dataset in datasets)
     return next((side.choice.division for side in sides if side is not None), None)
 
 
 def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list[Subset], list[Subset]]:
-    """Return each source without the share, and the share of each, which may be empty. Raises ``DataError`` where
-    nothing would be left to train or to validate on; ``ConfigError`` for a source whose records have no digests.
-    """
+    """Each source without the share, and the share. Raises ``DataError``: no records; ``ConfigError``: no digests."""
     training: list[Subset] = []
     validation: list[Subset] = []
     what, remedy = f"val_dataloader.split={division.share:g}", "more data, or a dataset of its own for val_dataloader"
@@ -217,8 +209,7 @@ class Filtering:
     report: Mapping[str, Any]
     """Plain numbers: records, those that each filter removes (the first one that does), and questions by rating."""
     removed: Array
-    """Of each record the number of the filter that removes it, from 1; 0: none. One more than there are filters: it
-    cannot be trained on (``on_record_error``)."""
+    """Of each record the number of the filter that removes it, from 1; one more: ``on_record_error``; 0: none."""
     unusable: Sequence[BadRecord]
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
@@ -269,7 +260,6 @@ def kept_records(dataset: Any) -> Any:
 
 
 def all_removed(subset: Subset, title: str) -> DataError:
-    """Return the error for a source of which nothing is kept."""
     report = subset.choice.report
     return DataError(
         f"{title}: all {report['records']:,} records are left out ({removal_line(report)})",
@@ -278,7 +268,6 @@ def all_removed(subset: Subset, title: str) -> DataError:
 
 
 def filtering_of(dataset: PlannedDataset) -> Filtering | None:
-    """Return what the filters of a data set have decided, or None if it has none."""
     subset = subset_by(dataset, Filtering)
     return None if subset is None else subset.choice
 

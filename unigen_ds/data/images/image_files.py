@@ -69,8 +69,6 @@ raise_png_text_limit()
 
 @dataclass(frozen=True)
 class Span:
-    """A range of bytes of a file."""
-
     path: Path
     offset: int
     length: int
@@ -154,8 +152,6 @@ class UnreadableImage(DataError):
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """What is known of an image before it is decoded."""
-
     size: tuple[int, int] | None
     """(width, height), upright; None: not readable."""
     error: str = ""
@@ -245,9 +241,8 @@ def _orientation(image: Image.Image) -> int:
 
 
 def flatten(image: Image.Image, *, white: bool) -> Image.Image:
-    """``image`` without transparency, in RGB or L. ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a
-    transparent colour, on white; of others an alpha channel is left out. Else as nanoVLM: PIL's ``convert("RGB")``,
-    which leaves out every alpha channel.
+    """``image`` without transparency. ``white``: as BAGEL's ``pil_img2rgb``: RGBA, and images with a transparent
+    colour, on white; of others alpha is left out. Else as nanoVLM: ``convert("RGB")``, which leaves out all of it.
     """
     if white and (image.mode == "RGBA" or image.info.get("transparency") is not None):
         return on_white(image, "RGB")

@@ -193,9 +193,7 @@ def prefix_digest(records: Array, number: int, *facts: object) -> str:
 
 
 def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
-    """Fill the arrays of ``source.scan()``, ``_PLANNED`` and ``UNUSABLE``, by ``num_workers`` processes. Raises
-    ``DataError`` where malformed records are an error and the first are all malformed: the rest is not planned.
-    """
+    """Fill the arrays of ``scan()``, ``_PLANNED``, ``UNUSABLE``. Raises ``DataError`` where all first are malformed."""
     source, scanned = plan.source, {}
     for name, values in plan.source.scan().items():
         new.store(name, values)
@@ -224,8 +222,6 @@ def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRe
 
 @dataclass(frozen=True)
 class Plan:
-    """Plans the records of a chunk."""
-
     source: RecordSource
     processor: ConversationProcessor
     layout: Layout
@@ -280,9 +276,7 @@ class Plan:
 
 
 def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[Any]]]:
-    """The number of a record and the records from there on, as many at a time as the source reads together; in place
-    of one that cannot be read its error.
-    """
+    """The first number and records, as many as the source reads together; an error in place of an unreadable one."""
     start, stop = chunk
     for first in range(start, stop, source.batch):
         last = min(first + source.batch, stop)

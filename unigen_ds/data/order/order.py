@@ -37,11 +37,9 @@ _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def permute_many(indices: Array, size: int, key: int) -> Array:
-    """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection. The
-    network's domain is the smallest even bit width that holds ``range(size)``: at most 4 x size.
-    """
+    """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection."""
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # the smallest even width: at most 4 x size
     low = np.uint64((1 << int(half)) - 1)
     keys = mix_many(np.uint64(key) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
     result = indices.astype(np.uint64)
@@ -167,9 +165,7 @@ class GlobalOrder(_Stored):
     @cached_property
     def mixture(self) -> Mixture | None:
         """Which source each draw is of; None: that is part of each epoch's shuffle."""
-        if self.weights is None:
-            return None
-        return Mixture([exact(weight) for weight in self.weights])
+        return None if self.weights is None else Mixture([exact(weight) for weight in self.weights])
 
     @cached_property
     def _extra(self) -> tuple[Mixture, ...]:
@@ -181,9 +177,7 @@ class GlobalOrder(_Stored):
         return tuple(Mixture([Fraction(part) for part in group]) for group in parts)
 
     def passes_before(self, epoch: int, *, extra: int = 0) -> int:
-        """A pass number that no draw before ``epoch`` has reached, of any source: without weights, ``epoch`` itself.
-        ``extra``: the most additional draws of any mandatory group before it.
-        """
+        """A pass that no draw before ``epoch`` has reached, with ``extra`` additional ones of any mandatory group."""
         epochs = epoch - self.first_epoch
         drawn = [epochs * count for count in self.counts]
         if self.mixture is not None:
@@ -192,7 +186,6 @@ class GlobalOrder(_Stored):
         return self.first_pass + max(-(-number // size) for number, size in zip(drawn, self.sizes, strict=True))
 
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
-        """The draws at positions ``start .. stop`` of ``epoch``."""
         columns = self.columns(epoch, start, stop)
         return [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -268,9 +261,7 @@ class Cursor(_Stored):
 
 
 class Skip(NamedTuple):
-    """Global sequence numbers ``first .. stop - 1`` that a run leaves out. They count in its position, as if they had
-    been used: limits, schedules and intervals do not wait for others instead.
-    """
+    """Global sequence numbers ``first .. stop - 1`` that a run leaves out. They count in its position as if used."""
 
     first: int
     stop: int

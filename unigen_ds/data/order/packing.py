@@ -65,7 +65,6 @@ class BestFitPacking:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever ``plan`` may return another plan."""
         return f"FastPacking-1/{self.window}/{self.max_tiles}"  # the algorithm's name in files, whatever the class's
 
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:

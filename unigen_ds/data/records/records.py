@@ -82,8 +82,6 @@ def _key_names(record: Record) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the records of a data set are read."""
-
     image_root: Path | None = None
     captions: Captions | None = None
     columns: tuple[tuple[str, str], ...] = ()
@@ -106,9 +104,7 @@ class Layout:
         return others | {key: record[name] for name, key in self.columns}
 
     def turns(self, record: Record, where: object) -> list[Turn]:
-        """Return the turns of a record, as its file has it, without the questions that are rated too low (unless none
-        would be left: a filter leaves such a record out as a whole).
-        """
+        """Turns without the questions that are rated too low, unless none would be left: a filter removes these."""
         record = self.named(record, where) if self.columns else record
         if self.ratings:
             low = rated_out(record, self.ratings, where)
@@ -132,9 +128,8 @@ class Layout:
 
 
 def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
-    """For each question of nanoVLM's rows the first rating that is below its least one, or None: it is kept. Other
-    layouts have none. As in nanoVLM, a rating that is missing or null keeps a question. Raises ``DataError`` where the
-    ratings of a record are not one number for each question.
+    """Of each question of nanoVLM's rows the first rating below its least one, or None: it is kept, as in nanoVLM also
+    where it is missing or null. Raises ``DataError`` where a record's ratings are not one number for each question.
     """
     texts = record.get("texts")
     if not isinstance(texts, list):
@@ -157,13 +152,8 @@ def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object)
 def parse_record(
     record: Record, where: object, *, image_root: Path | None = None, captions: Captions | None = None
 ) -> list[Turn]:
-    """Return the turns of a record.
-
-    Args:
-        where: file and line; every error begins with it.
-        image_root: the folder of relative image paths; None: they stay as they are.
-        captions: what an image with a text teaches: ``generate`` (text, then the image) or ``understand``. None:
-            ``generate``, and ``{image, text}`` is a document.
+    """The turns of a record. ``where`` begins every error: file and line. ``image_root`` None: paths stay as they are.
+    ``captions`` None: as ``generate`` (text, then the image), but ``{image, text}`` is a document.
     """
     values, name = Values(record, where, image_root, captions), layout_of(record, captions)
     if name:
@@ -236,9 +226,7 @@ class Values:
         return value
 
     def image(self, value: Any, field: str) -> str:
-        """Return the path of an image, under ``image_root`` where it is relative, or the image that the record has:
-        bytes, or base64 as ``data:image/png;base64,...``. Raises ``DataError`` for all else: nothing is downloaded.
-        """
+        """The path of an image, or the image itself (bytes, base64). Raises ``DataError``: nothing is downloaded."""
         if isinstance(value, StoredImage):
             return value
         if not isinstance(value, str) or not value or value.startswith(("http://", "https://")):
@@ -408,9 +396,7 @@ def _alternatives(value: Any) -> list[Any] | None:
 
 
 def _choose(texts: Sequence[str]) -> str:
-    """Return one of several texts, the same each time: which one follows from the texts. '' where there is none, as in
-    BAGEL's public code, which draws another one each time; lengths are planned here.
-    """
+    """One of several texts, always the same: lengths are planned here. BAGEL's public code draws one each time."""
     if len(texts) < 2:
         return texts[0] if texts else ""
     digest = hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=8).digest()
@@ -444,9 +430,7 @@ def _edit_turns(values: Values) -> list[Turn]:
 
 
 def _instruction_turns(values: Values) -> list[Turn]:
-    """Input images (none, one or several), an instruction, and one or several output images, each drawn after the one
-    before it. ``<image>`` in the instruction is the next input image; without any they come first.
-    """
+    """Input images, an instruction with ``<image>`` for each (without any they come first), and output images."""
     record = values.record
     inputs, outputs = (values.images(_first_key(record, *keys)) for keys in (_INPUTS, _OUTPUTS))
     if not outputs:
@@ -461,8 +445,6 @@ def _instruction_turns(values: Values) -> list[Turn]:
 
 
 class _Kind(NamedTuple):
-    """One layout of a record."""
-
     fits: Callable[[Record, Captions | None], bool]
     """Whether a record, which none of the layouts before fits, has this layout."""
     keys: Callable[[Record], Sequence[str]]

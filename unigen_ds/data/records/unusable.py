@@ -84,8 +84,6 @@ def decode_text(raw: bytes, where: object, *, encoding: str = "utf-8-sig", first
 
 @dataclass(frozen=True)
 class BadRecord:
-    """One record that cannot be trained on."""
-
     number: int
     """In its source."""
     file: str
@@ -112,16 +110,13 @@ def as_array(records: Iterable[BadRecord]) -> NDArray[np.uint8]:
 
 
 def from_array(lines: NDArray[np.uint8]) -> tuple[BadRecord, ...]:
-    """``as_array``'s inverse."""
     return tuple(BadRecord(**json.loads(line)) for line in lines.tobytes().splitlines())
 
 
 def unusable_error(
     bad: Sequence[BadRecord], title: str, records: int, *, number: int | None = None, limit: float | None = None
 ) -> DataError:
-    """Return the error that lists the first; what is allowed, and the remedy, once where several have the same.
-    ``number``: of them, where ``bad`` are a part; ``limit``: of the share that may be left out; None: none may.
-    """
+    """The error that lists the first. ``number``: of all, if ``bad`` is a part; ``limit``: share that is allowed."""
     number = len(bad) if number is None else number
     allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
     if limit is not None:
@@ -166,13 +161,7 @@ _SHIFT = 8
 
 
 def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str] = ()) -> int:
-    """Return what a record has and its turns do not use, as one number; 0 where all is used.
-
-    Args:
-        record: with the names of the layouts.
-        layout: how it is read.
-        beside: of ``_KEYS``, what its source left out of it.
-    """
+    """What a record has and its turns do not use (0: nothing). ``beside``: of ``_KEYS``, what its source left out."""
     name = layout_of(record, layout.captions)
     if not name:
         return 0

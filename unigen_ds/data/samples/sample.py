@@ -118,8 +118,7 @@ class Sample:
 
     splits: tuple[Split, ...]
     plain: bool = field(default=False, compare=False, repr=False)
-    """Whether all of it is text to be learned: a document, not a conversation. Not part of the ``repr``, of which the
-    digest of a user's own data set is made."""
+    """A document, not a conversation. Not in the ``repr``, of which the digest of a user's own data set is made."""
 
     @property
     def num_tokens(self) -> int:

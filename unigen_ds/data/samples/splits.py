@@ -42,8 +42,7 @@ class TextSplit(Split):
     begins: bool = True
     """Whether the begin token comes first: not in a later part of a text."""
     following: int | None = None
-    """None: the text ends here, with the end token. In an earlier part, which has none: what its last token predicts,
-    the text's next id, ``END`` or ``IGNORED``."""
+    """What the last token of an earlier part predicts: an id, ``END`` or ``IGNORED``; None: an end token follows."""
 
     @property
     def num_tokens(self) -> int:
@@ -241,14 +240,12 @@ def text_tokens(split: TextSplit, tokenizer: TextTokenizer) -> tuple[tuple[int, 
 
 
 def count_text(tally: Tally, split: TextSplit | TokenSplit) -> None:
-    """What a text adds to the counts of its record."""
     tally.text_targets += split.num_targets
     if tally.unk_id is not None:
         tally.unknown += split.ids.count(tally.unk_id)
 
 
 def count_image(tally: Tally, split: Split) -> None:
-    """What any image adds to the counts of its record."""
     tally.images += 1
     tally.image_tokens += split.num_tokens
     tally.tiles += split.num_encoded
@@ -258,16 +255,13 @@ def count_image(tally: Tally, split: Split) -> None:
 def augmented(
     image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
 ) -> Tensor:
-    """``image`` after random changes: those of all images of its record alike, then its own. ``key``: of its split,
-    which ends with its number in the record; None: as it is.
-    """
+    """``image`` after changes of its record, then its own. ``key``: of its split, its number last; None: as it is."""
     if key is None or not (of_record or of_image):
         return image
     return apply_changes(apply_changes(image, of_record, key[:-1]), of_image, key)
 
 
 def unreadable(path: str, why: str) -> UnreadableImage:
-    """An error that names the file."""
     error = UnreadableImage(why)
     error.path = path
     return error
@@ -283,7 +277,6 @@ class PackedBuilder:
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         self.num_tokens = 0
-        """Of the documents so far."""
         self.tokenizer: TextTokenizer = processor.tokenizer
         self._positions: list[Tensor] = []
         self._document_lengths: list[int] = []

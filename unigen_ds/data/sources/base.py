@@ -29,12 +29,9 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Row:
-    """One record that was read.
-
-    Args:
-        record: its values; images inside of the file are ``StoredImage``.
-        where: as text ``train.jsonl:17``, ``part-3.parquet row 9``. It begins every message about the record.
-        unused: what it leaves out, of ``unused_keys``.
+    """One record that was read: its values; images inside of the file are ``StoredImage``. ``where``, as text
+    ``train.jsonl:17`` or ``part-3.parquet row 9``, begins every message about it. ``unused``: what it leaves out, of
+    ``unused_keys``.
     """
 
     folder: Path | None = None
@@ -83,7 +80,6 @@ class Names(Sequence[str]):
 
     @classmethod
     def in_arrays(cls, arrays: Arrays, kind: str) -> Names:
-        """Return those that ``to_arrays`` returned for ``kind``."""
         return cls(arrays[f"{kind}_letters"], arrays[f"{kind}_ends"])
 
     def __len__(self) -> int:
@@ -179,12 +175,7 @@ class RecordSource:
 
 
 class Joined(RecordSource):
-    """Several sources of one format, one after the other.
-
-    Args:
-        sources: at least one.
-        name: how messages call all of them.
-    """
+    """Several sources of one format, one after the other. ``name``: how messages call all of them."""
 
     def __init__(self, sources: Sequence[RecordSource], name: str) -> None:
         super().__init__(sources[0].path, label=name, folder=sources[0].folder)

@@ -43,11 +43,8 @@ def open_source(
     cache_dir: Path | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> RecordSource:
-    """The records of ``data_path``. ``cache_dir``: for unpacked copies, where the data's folder cannot be written.
-    ``columns``: for a format that looks for keys itself, as of ``RecordSource``.
-
-    Raises ``DataError`` where there are no such files, or files of several formats; ``ConfigError`` for an unknown
-    format, or a setting that it does not have.
+    """The records of ``data_path``. ``cache_dir``: of unpacked copies; ``columns``: as of ``RecordSource``. Raises
+    ``DataError`` for no files or those of several formats, ``ConfigError`` for an unknown format or setting of it.
     """
     paths, spec = requested_format(data_path, format)
     is_hub = spec.get("type") == "huggingface"

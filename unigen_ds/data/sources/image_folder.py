@@ -34,7 +34,6 @@ def visible(folder: Path) -> Iterator[Path]:
 
 
 def images_in(folder: Path) -> Iterator[Path]:
-    """Yield the images of a folder and of those below it."""
     for path in visible(folder):
         if path.suffix[1:].lower() in IMAGES and path.is_file():
             yield path

@@ -234,9 +234,8 @@ class ShardList:
         if shard.url.startswith("http"):
             settings["headers"] = {**filesystem.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
         filesystem.get_file(path, str(target), **settings)
-        facts = self._facts_of(shard.url)
-        if facts != (shard.size, shard.version):
-            was = (shard.size, shard.version)
+        facts, was = self._facts_of(shard.url), (shard.size, shard.version)
+        if facts != was:
             raise OSError(f"it changed: size and version are {facts}, and were {was} when the shards were listed")
         if not shard.is_whole(target):
             raise OSError(f"it has {target.stat().st_size:,} bytes, and was listed with {shard.size}")
@@ -290,9 +289,7 @@ def _names(urls: Sequence[str]) -> list[str]:
 
 
 def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
-    """Return ``act()``, which is tried again after an error, with a message that counts. Raises ``DataError`` after the
-    last attempt, or at once where a file does not exist or may not be read.
-    """
+    """Return ``act()``, which is repeated after an error that may pass. Raises ``DataError`` after the last attempt."""
     for attempt in range(1, attempts + 1):
         try:
             return act()

@@ -67,9 +67,7 @@ def copy_of(path: Path, folder: Path | None, *, suffix: str, size: int, write: C
 
 
 def write_where_space(target: Path, size: int, write: Callable[[Path], None], problem: str) -> None:
-    """Make a file of about ``size`` bytes by ``write``, whole or not at all. Raises ``DataError``, which begins with
-    ``problem``, where the disk has no space for it.
-    """
+    """Make a file of about ``size`` bytes, whole or not at all. Raises ``DataError`` with ``problem``: a full disk."""
     free, reason = shutil.disk_usage(target.parent).free, ""
     if free < size + _SPARE:
         reason = f"about {size_text(size)} are needed and {size_text(free)} are free"

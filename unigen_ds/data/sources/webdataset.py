@@ -77,9 +77,7 @@ class WebDatasetSource(RecordSource):
         }
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """All of them. Python's reader ends without a message at a damaged header, so what follows is checked here:
-        after the last member are blocks of zeros alone, and at least one.
-        """
+        """All of them. A damaged header ends Python's reader silently, so only zeros may follow the last one."""
         end = self.path.stat().st_size
         try:
             with tarfile.open(self.path, "r:") as tar:

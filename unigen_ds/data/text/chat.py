@@ -106,9 +106,7 @@ def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
 
 
 def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Encoded]:
-    """Each of some rendered conversations, by a ``ChatTokenizer`` or ``ModelTokenizer``. ``chats``: the text, and its
-    signs for special tokens that users spelled (``Special.encode_shielded``); those without are tokenized in one call.
-    """
+    """``encode_rendered`` of chats with the signs of ``Special.encode_shielded``; those without any in one call."""
     together = iter(encode_rendered(tokenizer.chat, [text for text, signs in chats if not signs]))
     for text, signs in chats:
         yield tokenizer.special.encode_shielded(text, signs) if signs else next(together)

@@ -29,10 +29,7 @@ class Special:
 
     Otherwise a record could forge a turn of its conversation, an image, or its own end. Only what users wrote is
     protected: the tokens of a chat template and of an image stay. A text without such a spelling is encoded as usual.
-
-    Args:
-        tokenizer: the tokenizer.
-        names: further tokens that control a sequence, special by their entry in the tokenizer or not.
+    ``names``: further tokens that control a sequence, special by their entry in the tokenizer or not.
     """
 
     def __init__(self, tokenizer: Any, names: Iterable[str]) -> None:
@@ -120,8 +117,7 @@ class _Tokenizer:
         model = tokenizer.backend_tokenizer.model
         unknown = type(model).__name__ == "Unigram" or getattr(model, "unk_token", None) is not None
         self.unk_id: int | None = tokenizer.unk_token_id if unknown else None
-        """The id of words that the vocabulary does not have; None where every text has ids of its own (bytes), though
-        the tokenizer may name an unknown token."""
+        """The id of words that it does not have; None where every text has ids (bytes), even with such a token."""
         self.fingerprint = hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode(), digest_size=16).hexdigest()
         # which its file may turn on, and transformers turns off in each call
         tokenizer.backend_tokenizer.no_truncation()
@@ -154,16 +150,13 @@ class _Tokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each id adds to the text of the ids before it, special tokens included. Of a character that several ids
-        make the last one has it, and the others have nothing.
-        """
+        """What each id adds to the text before it; of a character that several ids make, the last one has all."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream()
         return [stream.step(self._tokenizer.backend_tokenizer, token) or "" for token in ids]
 
     def save_pretrained(self, directory: str) -> None:
-        """Write the files that ``AutoTokenizer.from_pretrained`` reads."""
         self._tokenizer.save_pretrained(directory)
 
 

@@ -65,9 +65,7 @@ class DigitsReportHook(ReportHook):
 def evaluate_digits(
     model: Any, processor: UnifiedProcessor, root: Path, *, flow: FlowSettings, seed: int
 ) -> tuple[dict[str, Any], Image.Image]:
-    """Draw 20 of each digit and read the 297 held-out images. The model is in eval mode, on its device. Out: the
-    results, and a sheet of ten drawings of each digit beside real scans; a red frame: classified as another digit.
-    """
+    """Draw 20 of each digit and read the held-out images. A red frame in the sheet: classified as another digit."""
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")
     classifier = train_classifier(train_images, train_labels)

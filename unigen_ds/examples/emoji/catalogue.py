@@ -82,9 +82,7 @@ def variants(*, held_out: bool | None = None) -> tuple[Variant, ...]:
 
 
 def edits(*, held_out: bool) -> Iterator[tuple[Variant, Variant]]:
-    """(before, after) of two looks of an emoji; ``after`` is never plain, and ``before`` never held out. Held out: to
-    the held-out look, from the plain one and from one other. Training: between all others.
-    """
+    """(before, after): two looks; ``after`` is never plain. Held out: to the held-out look, from plain and another."""
     for emoji in (*OBJECTS, *PEOPLE):
         trained = [each for each in variants(held_out=False) if each.emoji == emoji]
         if held_out:
