@@ -111,8 +111,7 @@ class Iteration:
 
 class GoBack(Exception):
     """Raised by a hook in ``after_update`` or ``before_save_checkpoint``, on all ranks alike: the run continues from
-    ``checkpoint`` without the sequences of ``skip``. Hooks, data and position are those of a resume; the engine stays.
-    """
+    ``checkpoint`` without the sequences of ``skip``, as a resume would; the engine stays."""
 
     def __init__(self, checkpoint: Path, skip: Skip) -> None:
         super().__init__(checkpoint, skip)  # as an exception is pickled for the other ranks
@@ -148,9 +147,8 @@ class Run(Protocol):
     def backend(self) -> Backend: ...
     @property
     def model(self) -> nn.Module:
-        """The model itself, without an engine's wrapper (``backend.model``, which computes). Under ZeRO-3 and FSDP2 its
-        parameters are shards.
-        """
+        """The model without the engine's wrapper (``backend.model``, which computes); ZeRO-3 and FSDP2 shard its
+        parameters."""
 
     @property
     def skips(self) -> Sequence[Skip]:
@@ -199,10 +197,8 @@ class Run(Protocol):
         """Whether the limit of ``train_cfg`` is reached: the training is complete, not merely stopped."""
 
     def last_losses(self) -> dict[str, float] | None:
-        """Mean of each loss term over the last update's data at the present weights, without dropout. Collective.
-
-        None before the first update, and where the present batch size cannot split it into whole iterations.
-        """
+        """Mean of each loss term over the last update's data at the present weights, without dropout; None before the
+        first update, and where the present batch size cannot split it into whole iterations. Collective."""
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
@@ -219,26 +215,21 @@ class Run(Protocol):
 
     def finish_save(self, *, wait: bool) -> Path | None:
         """The checkpoint that is saved in the background, once it is complete; None: it is not, yet. Collective. Raises
-        as ``save_checkpoint``; then this save has ended, too.
-        """
+        as ``save_checkpoint``; then this save has ended, too."""
 
     def save_base(self) -> None:
         """Copy the files of the base of adapters into the work dir, once. Collective. Raises ``ConfigError`` where the
-        run has none, and what the disk raises.
-        """
+        run has none, and what the disk raises."""
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
-        """Write a checkpoint of this run into the new folder ``out``, as ``tools/export.py``
-        does: the model is opened a second time, on the CPU. On the calling rank alone; not collective.
-
-        Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
+        """Write a checkpoint of this run into the new folder ``out``, as ``tools/export.py`` does: the model is opened
+        a second time, on the CPU. On the calling rank alone; not collective. Raises ``ConfigError`` where ``out``
+        exists, ``CheckpointError`` where it cannot be written.
         """
 
 
 class Hook:
-    """Base: every method does nothing. A hook with state declares ``state_attributes``, or overrides ``state_dict`` and
-    ``load_state_dict``.
-    """
+    """Base: every method does nothing. State: in ``state_attributes``, or by ``state_dict`` and ``load_state_dict``."""
 
     name = ""
     """Its key in ``PRIORITY``, and the key of its state in a checkpoint."""
@@ -276,29 +267,24 @@ class Hook:
     def on_exception(self, run: Run, error: BaseException) -> None: ...
 
     def wants_stop(self) -> bool:
-        """Whether this process asks the run to stop. Asked once for each update, on every rank; not collective.
-
-        The answers are summed with the counts of the next update: every rank finds ``UpdateResult.stop_wanted`` after
-        the update that begins next, and no rank waits for it.
+        """Whether this process asks the run to stop. Asked once for each update, on every rank; not collective. The
+        answers are summed with the counts of the update that begins next, after which every rank finds
+        ``UpdateResult.stop_wanted``; no rank waits for it.
         """
         return False
 
     def has_request(self) -> bool:
-        """Whether this process asks that all do what this hook does where its name is in ``UpdateResult.requests``.
-        Asked and summed as ``wants_stop``.
-        """
+        """Whether this process asks that all do what this hook does where ``UpdateResult.requests`` has its name. Asked
+        and summed as ``wants_stop``."""
         return False
 
     def wants_save(self) -> bool:
-        """Whether the checkpoint hook is to save at this update, which it does once, whoever asks.
-
-        Asked in its ``after_update``, on every rank; the answer must be the same on all. Not collective.
-        """
+        """Whether the checkpoint hook is to save at this update, once, whoever asks. Asked in its ``after_update``; not
+        collective; the answer must be the same on all ranks."""
         return False
 
     def keeps(self, manifest: Manifest) -> bool:
-        """Whether the checkpoint of the work dir with this manifest must not be deleted as an old one. Asked on rank 0
-        alone, after each save."""
+        """Whether the work dir's checkpoint with this manifest must stay. Asked on rank 0 alone, after each save."""
         return False
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,9 +58,8 @@ _NOT_CALLED = ("before_val_iter", "after_val_iter", "before_test", "after_test",
 
 
 def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an entry of ``custom_hooks`` as one of ``MMEngineHook`` if it names a hook of mmengine or a subclass of
-    its ``Hook``, and as it is otherwise. A bare name is ours where we have it.
-    """
+    """Return an entry of ``custom_hooks``, as one of ``MMEngineHook`` if it names a class derived from mmengine's
+    ``Hook``. A bare name is ours where we have it."""
     cls = _mmengine_class(spec.get("type"))
     if cls is None or (cls.__name__ in REPLACED and _is_own(cls)):
         return spec
@@ -236,9 +235,7 @@ class MMEngineHook(Hook):
 
     def _agree(self, run: Run, on_one_rank: bool) -> None:
         """End the run where a hook set ``train_loop.stop_training``, and save where one called ``save_checkpoint``.
-
-        Collective where hooks may have done so ``on_one_rank`` alone.
-        """
+        Collective where hooks may have done so ``on_one_rank`` alone."""
         stop, save = bool(self.view.train_loop.stop_training), self.view.save_wanted
         self.view.save_wanted = False
         if on_one_rank and not run.done:
@@ -404,9 +401,8 @@ class RunnerView(_View):
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """The losses of the last micro-batch on this rank: ``loss/<term>``, the mean over its own targets, and
-        ``loss``, their weighted sum. Empty before the first.
-        """
+        """Of this rank's last micro-batch ``loss/<term>``, means over its own targets, and ``loss``, their weighted
+        sum."""
         iteration = self._run.iteration
         if iteration is None:
             return {}
@@ -416,10 +412,9 @@ class RunnerView(_View):
         return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Ask ``default_hooks.checkpoint`` for a save after the present update, on one rank or all. It chooses folder,
-        name and content, so mmengine's arguments have no effect, which is logged once.
-
-        Raises ``ConfigError`` where the config has no ``default_hooks.checkpoint``.
+        """Ask ``default_hooks.checkpoint``, which chooses folder, name and content, for a save after the present
+        update, on one rank or all. mmengine's arguments have no effect, which is logged once. Raises ``ConfigError``
+        where there is none.
         """
         if not any(isinstance(hook, CheckpointHook) for hook in self._run.hooks):
             raise ConfigError("runner.save_checkpoint is called, and default_hooks.checkpoint=None saves nothing",

@@ -206,9 +206,7 @@ class AsyncEvaluateHook(Hook):
         return sorted(n for n, job in self._jobs.items() if not isinstance(self._folder.status(job), int))
 
     def _has_ended(self, run: Run, job: Job, status: int) -> bool:
-        """Whether nothing more comes of an evaluation whose command has ended; its result is logged, or a warning has
-        the reason.
-        """
+        """Whether nothing more comes of an ended command: its result is logged, or a warning has the reason."""
         if job.update in self._logged or self._log_result(run, job.update):
             return True
         if (number := self._folder.batch_job(job)) is not None:

@@ -25,8 +25,7 @@ class EMAHook(Hook):
     """mmengine's arguments and convention: ``average = (1 - momentum) * average + momentum * weights``.
 
     Args:
-        momentum: weight of the new value; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5
-            warns.
+        momentum: weight of the new value; BAGEL's decay of 0.9999 is 0.0001, and a value above 0.5 warns.
         begin_iter: the average equals the weights until so many iterations are done.
         begin_epoch: the same in epochs.
         begin_update: the same in updates; at most one of the three.
@@ -97,5 +96,4 @@ class EMAHook(Hook):
 
 
 def ema_of(run: Run) -> EMAHook | None:
-    """The run's EMA hook, if it has one."""
     return next((hook for hook in run.hooks if isinstance(hook, EMAHook)), None)

@@ -118,11 +118,9 @@ class EvaluateHook(Hook):
         )
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
-        """Raise ``ConfigError`` where no evaluation of this run can have a value of that name.
-
-        Other hooks ask before their own ``before_run``. ``prefix``: what all names begin with. Known are ``val/loss``,
-        the loss terms and what the values of each metric begin with, of every set. Which sources and groups of a term
-        have targets is known only after an evaluation, so names below a term are accepted here.
+        """Raise ``ConfigError`` where no evaluation of this run can have a value of that name. Other hooks ask before
+        their own ``before_run``. ``prefix``: what all names begin with. Which sources and groups of a term have targets
+        is known only after an evaluation, so names below a term are accepted here.
         """
         known: list[str] = []
         for validation in run.validation:
@@ -141,9 +139,8 @@ class EvaluateHook(Hook):
         )
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
-        """Where its values ``name`` come from, known before the first: those of two runs are alike where ``unlike``
-        finds no difference. Collective; the same on all ranks.
-        """
+        """Where the values ``name`` come from, known before the first; ``unlike`` compares. Collective; the same on all
+        ranks."""
         precision = str(run.backend.topology().get("precision"))
         made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
         validation = next((one for one in run.validation if name.startswith(f"val/{one.own}")), run.validation[0])
@@ -239,9 +236,7 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``, so that nothing shows
-    them among the others. Rank 0.
-    """
+    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``. Rank 0."""
     later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
     if not later:
         return

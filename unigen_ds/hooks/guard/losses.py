@@ -96,7 +96,6 @@ KNOWS = 0.9
 """A loaded model whose first loss is more than this share of chance knows nothing of its task."""
 LARGEST, SMALLEST = 10.0, 1e-5
 """Root mean square of a weight matrix; those of published models are between 0.005 and 1."""
-PAGE = "docs/checkpoints.md#the-first-update"
 
 
 @HOOKS.register_module()
@@ -145,7 +144,7 @@ class FirstUpdateHook(Hook):
         for problem in problems:
             logger().warning("First update: %s", problem)
         if problems:
-            logger().warning("First update: the likely causes are in %s", PAGE)
+            logger().warning("First update: the likely causes are in docs/checkpoints.md#the-first-update")
 
     def _loss_problems(self, losses: Mapping[str, float], chance: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each loss that a trained model would not have."""

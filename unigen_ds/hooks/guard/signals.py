@@ -41,7 +41,6 @@ class SignalHook(Hook):
     def __init__(self) -> None:
         self._received, self._received_at = 0, 0.0
         self.stopped = False
-        """Whether a signal has ended the run."""
         self._alone = True
         self._previous: dict[int, Any] = {}
 

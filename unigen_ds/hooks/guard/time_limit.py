@@ -21,7 +21,6 @@ from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import env_number
 
-STOPPED_BY_TIME = "time limit"
 JOB_END = "SLURM_JOB_END_TIME"
 """Variable of a job of SLURM (22.05 and later): when it ends, in seconds since 1970."""
 ASSUMED_SAVE_S = 300.0
@@ -84,7 +83,7 @@ class TimeLimitHook(Hook):
             logger().warning("The time limit is near: %.0f s are left; an update lasted up to %.1f s, a save %.1f s%s."
                              " Saving a checkpoint, then stopping; --resume continues.",
                              self._limit - time.monotonic(), self._longest_s, *self._save())  # fmt: skip
-        run.request_stop(STOPPED_BY_TIME)
+        run.request_stop("time limit")
 
 
 def process_age() -> float:

@@ -33,9 +33,8 @@ EVERY_S = 10.0
 
 
 class JournalHook(Hook):
-    """A hook that keeps a file of JSON lines in the work dir. Every method may be called on every rank; only rank 0
-    writes. Nothing is collective.
-    """
+    """Keeps a file of JSON lines in the work dir. Every rank may call every method; only rank 0 writes. Never
+    collective."""
 
     def __init__(self, file_name: str) -> None:
         self._file_name = file_name

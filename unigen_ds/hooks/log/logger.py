@@ -157,17 +157,14 @@ class LoggerHook(JournalHook):
             self._log(run, self._last, {})
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """The results of an evaluation at the present update, the same on all ranks."""
         self.log(run, metrics, update=run.progress.updates, event="evaluation")
 
     def log(
         self, run: Run, values: Mapping[str, Any], *, update: int, axis: str = "update", event: str = "log"
     ) -> None:
-        """Log values of an ``update``, which may be an earlier one: a line of its own, and the writers.
-
-        The line is ``{"event": event, "update": update, **values}``; names are kept as given. ``axis``: what trackers
-        that have several axes draw the values against. May be called on every rank, with the values of rank 0. Not
-        collective.
+        """Log values of an ``update``, which may be an earlier one: as a line ``{"event": event, "update": update,
+        **values}``, and to the writers. ``axis``: what trackers that have several axes draw them against. May be called
+        on every rank, with the values of rank 0. Not collective.
         """
         if not dist.is_main():
             return
@@ -265,9 +262,7 @@ class LoggerHook(JournalHook):
         self._local_sums = {}
 
     def _end_epoch(self, loss_weights: Mapping[str, float]) -> dict[str, float]:
-        """Return ``epoch_loss``, ``epoch_loss/<term>``, the means over all targets of the epoch, of terms with targets,
-        and ``epoch_tokens_per_second`` of this process; the next epoch begins. Collective.
-        """
+        """Return the values of the epoch, means over all its targets, and begin the next. Collective."""
         self._sum_over_ranks()
         sums, counts = self.epoch["sums"], self.epoch["counts"]
         means = {name: sums.get(name, 0.0) / count for name, count in sorted(counts.items()) if count}
@@ -280,8 +275,7 @@ class LoggerHook(JournalHook):
         return values
 
     def _display(self, line: str, sequences: int, total: float) -> None:
-        """A bar over the sequences of the run with the line beside it, where standard error is a terminal; else a log
-        line."""
+        """A bar with the line beside it where standard error is a terminal; else a log line."""
         if not sys.stderr.isatty():
             logger().info("%s", line)
             return
@@ -333,10 +327,8 @@ def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) ->
 
 
 def global_losses(result: UpdateResult) -> dict[str, float | None]:
-    """``loss/<term>``: the mean over all targets of the update on all ranks; ``loss``: their weighted sum. Collective.
-
-    A term without targets is None and left out of the total; the total is None when no term has any.
-    """
+    """``loss/<term>``: the mean over all targets of the update on all ranks, None where there are none; ``loss``: the
+    weighted sum of the others, if any. Collective."""
     terms = sorted(result.counts)
     local = [float(result.local_sums[term]) if term in result.local_sums else 0.0 for term in terms]
     losses: dict[str, float | None] = {}
@@ -350,10 +342,8 @@ def global_losses(result: UpdateResult) -> dict[str, float | None]:
 
 
 def global_memory() -> dict[str, float]:
-    """``memory``: the largest amount so far, MiB, of the process that has most: allocated on its CUDA device, else
-    resident in the process. ``memory_reserved``, on CUDA alone: what the allocator has reserved on the device, which is
-    what runs out. Collective.
-    """
+    """``memory``: the largest amount so far, MiB, of the process that has most, allocated on its CUDA device, else
+    resident; on CUDA ``memory_reserved``: what the allocator has reserved, which is what runs out. Collective."""
     if torch.cuda.is_available():
         peaks = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20]
     else:

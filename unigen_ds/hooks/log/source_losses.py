@@ -12,11 +12,8 @@ from unigen_ds.system import dist
 
 
 class SourceLosses:
-    """Of the sources ``names``. Of one source it does nothing: its losses are those of the update.
-
-    A mean is over the targets of a source in the update, of all ranks, so the losses of the sources, weighted by their
-    targets, are the loss of the term.
-    """
+    """The mean over the targets of each source in the update, of all ranks. The losses of the sources, weighted by
+    their targets, are the loss of the term. Of one source it does nothing: its losses are those of the update."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = tuple(names)
@@ -41,9 +38,7 @@ class SourceLosses:
                 self._parts[term] = sums, weights.index_add(0, labels, weight.double())
 
     def means(self, terms: Sequence[str]) -> dict[str, float]:
-        """``loss/<term>/<source>``; a source without targets of a term is left out. Collective; ``terms`` and the
-        result are the same on all ranks.
-        """
+        """``loss/<term>/<source>``, where a source has targets. Collective: ``terms`` are the same on all ranks."""
         if len(self._names) < 2:
             return {}
         none = torch.zeros(len(self._names))

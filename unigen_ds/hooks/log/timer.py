@@ -149,8 +149,7 @@ class IterTimerHook(Hook):
 
     def flops_over_ranks(self) -> dict[str, float]:
         """``tflops``: 10**12 operations a second of one device, mean over ranks; ``mfu``: that as a share of its peak.
-        Collective. Each is left out where it is not known.
-        """
+        Collective. Each is left out where it is not known."""
         seconds = self._sum("seconds")
         (total,) = dist.sum_floats([self._sum("flops") / seconds if seconds else 0.0])
         tflops = total / dist.world_size() / 1e12
@@ -180,7 +179,6 @@ class IterTimerHook(Hook):
         return values
 
     def _check_shares(self) -> None:
-        """Warn once for each share that is outside its bounds."""
         summary = self.summary()
         for name, (low, high, advice) in BOUNDS.items():
             share = summary.get(f"share/{name}", low)

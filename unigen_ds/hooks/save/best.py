@@ -40,10 +40,9 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def rule_of(metric: str) -> Rule:
-    """``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it.
-
-    The first part of the name after ``val/`` decides, or the second after the name of a set, so that
-    ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` where none can be inferred.
+    """``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it: by its first part after ``val/``, or the
+    second after the name of a set (``val/loss/text/accounts.jsonl`` is a loss). Raises ``ConfigError`` where none can
+    be inferred.
     """
     name = metric.removeprefix("val/").lower()
     parts = name.split("/")[:2]
@@ -79,8 +78,7 @@ class MetricHook(Hook):
 
     def value_of(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
         """The metric's value, NaN where it has none; None where this evaluation leaves it out. Where no evaluation has
-        such a metric, the run ends after its update with a checkpoint and a ``ConfigError``.
-        """
+        it, the run ends after its update with a checkpoint and a ``ConfigError``."""
         if self.metric in metrics:
             value = metrics[self.metric]
             return math.nan if value is None else float(value)

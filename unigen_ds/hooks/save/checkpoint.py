@@ -202,7 +202,6 @@ class CheckpointHook(Hook):
         self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
 
     def _exports(self, run: Run) -> bool:
-        """Whether the weights alone are exported at this update."""
         return self._weights is not None and self._weights.every(run.progress, run.previous)
 
     def _finish(self, run: Run, *, wait: bool) -> None:

@@ -1,6 +1,5 @@
-"""Export checkpoints of a run on rank 0: beside each one what transformers, nanoVLM or BAGEL load directly, and at the
-end the trained model to the Hugging Face Hub.
-"""
+"""Exports on rank 0: beside each checkpoint what others load directly, and at the end the model to the Hugging Face
+Hub."""
 
 from __future__ import annotations
 
@@ -28,9 +27,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 class ExportHook(Hook):
-    """Base of hooks that export checkpoints of the run, on rank 0: with the weights themselves instead of their average
-    where ``raw``, as ``dtype``.
-    """
+    """Base of hooks that export checkpoints, on rank 0, as ``dtype``; ``raw``: the weights instead of their average."""
 
     def __init__(self, *, raw: bool, dtype: Precision) -> None:
         self._raw, self._dtype = raw, dtype
