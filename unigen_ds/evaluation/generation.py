@@ -181,10 +181,8 @@ class Answers:
 
 
 def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
-    """The last answer of that kind in a record, and all before it; None: there is none, or nothing is before it.
-
-    ``end_ids``: each of them ends an answer.
-    """
+    """The last answer of that kind in a record, ended by any of ``end_ids``, and all before it; None where one is
+    missing."""
     if sample.plain:
         return None
     if kind == BOTH:
@@ -263,9 +261,7 @@ def generate_all(
     weights: Weights = nullcontext,
 ) -> dict[int, A]:
     """``make(inferencer, request)`` of each request: this rank's results, by number; each is on one rank. Collective.
-
-    Raises ``GenerationError`` on all ranks where ``make`` raises on any, ``ConfigError`` where a family has none.
-    """
+    Raises ``GenerationError`` on all ranks where ``make`` raises on any, ``ConfigError`` where a family has none."""
     model, inferencer = inferencer_of(backend, processor)
     rank, world = dist.rank(), dist.world_size()
     mine = range(rank, len(requests), world)

@@ -15,8 +15,6 @@ from unigen_ds.system.files import write_text_atomic
 
 REQUIRED = ("metric", "version", "settings", "resize", "precision", "seed", "model", "num_samples", "checkpoint")
 """Of every stored provenance."""
-COMPARED = "checkpoint"
-"""What may differ between two results that are compared."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def unlike(a: Result, b: Result) -> list[str]:
     reasons = [
         f"{name} is {a.provenance.get(name, 'not recorded')} and {b.provenance.get(name, 'not recorded')}"
         for name in dict.fromkeys((*a.provenance, *b.provenance))
-        if name != COMPARED and a.provenance.get(name) != b.provenance.get(name)
+        if name != "checkpoint" and a.provenance.get(name) != b.provenance.get(name)
     ]
     if set(a.values) != set(b.values):
         reasons.append(f"the values are {', '.join(sorted(a.values))} and {', '.join(sorted(b.values))}")

@@ -54,7 +54,6 @@ class Evaluation:
 
 
 def of_set(validation: Validation, metrics: Sequence[Metric]) -> list[Metric]:
-    """The metrics that score this set."""
     return [metric for metric in metrics if metric.sets is None or validation.data.name in metric.sets]
 
 

@@ -26,11 +26,8 @@ class Cell:
 def contact_sheet(
     cells: Sequence[Cell], *, columns: int | None = None, title: str = "", side: int = 224
 ) -> Image.Image:
-    """One picture of all cells, in RGB; ``columns``: None chooses them so that the sheet is about square.
-
-    A picture is shown ``side`` pixels large, a small one with its own pixels visible. A text of more lines than there
-    is space for ends with an ellipsis: whoever needs all of it finds it in the file beside the sheet.
-    """
+    """One picture of all cells, in RGB, about square where ``columns`` is None. A picture is shown ``side`` pixels
+    large, a small one with its own pixels visible; a text of too many lines ends with an ellipsis."""
     widest = max([1, *(len(cell.pictures) for cell in cells)])
     columns = columns or max(1, math.ceil(math.sqrt(len(cells) / widest)))
     font = ImageFont.load_default(14)

@@ -41,11 +41,9 @@ class Validation:
         return f"{self.data.name}/" if self.data.name else ""
 
     def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
-        """Collective.
-
-        ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the terms k that have targets;
-        ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over those of a source. A mean
-        without targets is left out. The same on all ranks. With ``own`` after ``val/``.
+        """Collective; the same on all ranks. ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the
+        terms k that have targets; ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over
+        those of a source. A mean without targets is left out. With ``own`` after ``val/``.
         """
         sums: dict[Key, Tensor] = {}
         counts: defaultdict[Key, float] = defaultdict(float)  # weights of targets may be fractional

@@ -147,8 +147,7 @@ class Run(Protocol):
     def backend(self) -> Backend: ...
     @property
     def model(self) -> nn.Module:
-        """The model without the engine's wrapper (``backend.model``, which computes); ZeRO-3 and FSDP2 shard its
-        parameters."""
+        """The model without an engine's wrapper (``backend.model`` computes); ZeRO-3 and FSDP2 shard its parameters."""
 
     @property
     def skips(self) -> Sequence[Skip]:

@@ -401,8 +401,7 @@ class RunnerView(_View):
 
     @property
     def outputs(self) -> dict[str, Tensor]:
-        """Of this rank's last micro-batch ``loss/<term>``, means over its own targets, and ``loss``, their weighted
-        sum."""
+        """``loss/<term>`` of this rank's last micro-batch, means over its own targets; ``loss``, their weighted sum."""
         iteration = self._run.iteration
         if iteration is None:
             return {}
@@ -412,10 +411,8 @@ class RunnerView(_View):
         return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        """Ask ``default_hooks.checkpoint``, which chooses folder, name and content, for a save after the present
-        update, on one rank or all. mmengine's arguments have no effect, which is logged once. Raises ``ConfigError``
-        where there is none.
-        """
+        """Ask ``default_hooks.checkpoint`` for a save after the present update, on one rank or all. mmengine's
+        arguments have no effect, which is logged once. Raises ``ConfigError`` where there is no such hook."""
         if not any(isinstance(hook, CheckpointHook) for hook in self._run.hooks):
             raise ConfigError("runner.save_checkpoint is called, and default_hooks.checkpoint=None saves nothing",
                               remedy="dict(type='CheckpointHook', interval=-1) saves when it is asked")  # fmt: skip

@@ -38,10 +38,8 @@ Choose = Callable[[Tensor, Sequence[int]], Sequence[int]]
 
 
 class TextInterface(ABC):
-    """A model in evaluation mode with the interface of ``InterleaveInferencer``. It draws nothing.
-
-    A family adds ``write``, and ``prompt`` where a question is not one message of a chat.
-    """
+    """A model in evaluation mode with the interface of ``InterleaveInferencer``. It draws nothing. A family adds
+    ``write``, and ``prompt`` where a question is not one message of a chat."""
 
     answers = ("text",)
     """What ``complete`` can be asked for."""
@@ -72,10 +70,8 @@ class TextInterface(ABC):
     ) -> Generated:
         """The answer to ``prompt``, with ``images`` shown before it: at most ``max_length`` tokens, the likeliest, or
         with a ``temperature`` one that ``seed`` determines (``Sampling``). ``understand``, ``flow`` and ``on_step``
-        have no effect.
-
-        Raises ``ConfigError`` for ``parts`` (a message has its pictures before its texts), ``think`` and ``size``,
-        and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
+        have no effect. Raises ``ConfigError`` for ``parts`` (a message has its pictures before its texts), ``think``
+        and ``size``, and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
         that is longer than the model's positions.
         """
         context = pictures(images)
@@ -92,10 +88,8 @@ class TextInterface(ABC):
     def complete(
         self, requests: Sequence[Request], *, max_new_tokens: int, sampling: Sampling | None = None, **_: Any
     ) -> list[Generated]:
-        """The answer to each record, up to the last position of the model. Arguments for drawing have no effect.
-
-        Raises ``DataError`` for a prompt that is longer than the model's positions.
-        """
+        """The answer to each record, up to the last position of the model. Arguments for drawing have no effect. Raises
+        ``DataError`` for a prompt that is longer than the model's positions."""
         prompts = [[*each.prompt, TokenSplit.unlearned(each.begin)] for each in requests]
         texts = self.write(prompts, [each.seed for each in requests], max_new_tokens, sampling or Sampling())
         return [Generated(text, []) for text in texts]
@@ -130,10 +124,8 @@ class PackedInferencer(TextInterface):
 
 
 def tokens_left(num_tokens: int, limit: int | None) -> int:
-    """Tokens that may follow a prompt where a model has ``limit`` positions: the last one is not read any more.
-
-    Raises ``DataError`` for none.
-    """
+    """Tokens that may follow a prompt in a model of ``limit`` positions; the last is not read. Raises ``DataError`` for
+    none."""
     if limit is not None and num_tokens > limit:
         raise DataError(
             f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
@@ -143,7 +135,6 @@ def tokens_left(num_tokens: int, limit: int | None) -> int:
 
 
 def likeliest(logits: Tensor, documents: Sequence[int] = ()) -> Sequence[int]:
-    """The greedy choice."""
     ids: list[int] = logits.argmax(-1).tolist()
     return ids
 
@@ -232,10 +223,8 @@ def continue_prompts(
 
 @dataclass
 class KVCache:
-    """``layers[i]``: keys and values ``[N, H, E]`` of layer i; none before the first token.
-
-    A copy is cheap: it shares the tensors, which are replaced and never written to.
-    """
+    """``layers[i]``: keys and values ``[N, H, E]`` of layer i; none before the first token. A copy is cheap: it shares
+    the tensors, which are replaced and never written to."""
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -244,10 +233,8 @@ class KVCache:
         return KVCache(list(self.layers))
 
     def attend(self, *, causal: bool, keep: bool) -> Attend:
-        """Return the attention of one forward pass over new tokens, which the layers call once each, in order.
-
-        New tokens see the cache and all new ones (``causal``: up to themselves); ``keep`` adds them to the cache.
-        """
+        """Return the attention of one forward pass over new tokens, which the layers call once each, in order. New
+        tokens see the cache and all new ones (``causal``: up to themselves); ``keep`` adds them to it."""
         layer = -1
 
         def attend(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:

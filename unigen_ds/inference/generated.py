@@ -70,10 +70,8 @@ def pictures(images: Any) -> list[Image.Image | Path]:
 
 
 def in_order(parts: Sequence[Any]) -> list[str | Image.Image | Path]:
-    """Texts (``str``) and pictures as they follow each other. A path is a ``Path`` here.
-
-    Raises ``ConfigError`` for what is neither, and for a text that is the name of a file.
-    """
+    """Texts (``str``) and pictures (a path: ``Path``) as they follow each other. Raises ``ConfigError`` for anything
+    else, and for a text that is the name of a file."""
     for one in parts:
         if isinstance(one, str) and os.path.isfile(one):
             problem = f"unified_generate.parts has the text {one!r}, which is a file"

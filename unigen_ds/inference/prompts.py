@@ -19,10 +19,8 @@ class Sampling:
     temperature: float = 0.0
     """Logits are divided by it; 0 chooses the likeliest token."""
     top_p: float = 1.0
-    """Only the likeliest tokens are drawn, as many as have this probability together; 1: all.
-
-    Source: nucleus sampling (Holtzman et al., 2020, https://arxiv.org/abs/1904.09751).
-    """
+    """Only the likeliest tokens with this probability together are drawn; 1: all (Holtzman et al., 2020, arXiv
+    1904.09751)."""
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.temperature < math.inf):
@@ -77,10 +75,8 @@ class Prompt:
 
 
 def read_prompts(path: Path, *, where: str) -> list[Prompt]:
-    """Read prompts: of a file ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored.
-
-    Raises ``ConfigError`` where the file cannot be read, ``DataError`` with the line that is no prompt.
-    """
+    """Read prompts: of a file ``.jsonl`` as in ``ROW``, else one on each line. Empty lines are ignored. Raises
+    ``ConfigError`` where the file cannot be read, ``DataError`` with the line that is no prompt."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -37,10 +37,8 @@ class ShardEMA:
 
     @torch.no_grad()
     def update(self, weights: Sequence[Tensor]) -> None:
-        """Move towards ``weights``. The first update copies, as mmengine's does: the random start has no influence.
-
-        The same bits as ``lerp_`` on each tensor.
-        """
+        """Move towards ``weights``, to the bits of ``lerp_``; the first update copies, as mmengine's: no random start
+        stays."""
         if self.num_updates == 0:
             self.copy_from(weights)
         else:

@@ -62,10 +62,7 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**16, 1000
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling for fp16: the present scale and how many updates in a row were good.
-
-    It is halved on overflow and doubled after a run of good updates (Micikevicius et al., 2018).
-    """
+    """Loss scaling of fp16: halved on overflow, doubled after a run of good updates (Micikevicius et al., 2018)."""
 
     scale: float = INIT_SCALE
     good_updates: int = 0
@@ -82,10 +79,8 @@ class LossScale:
 
 
 def settled_precision(precision: str, stored: str | None = None) -> str:
-    """``precision``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``; ``fp16`` where it is missing.
-
-    A device that merely emulates bf16 counts as one without; a CPU computes bf16 always, fp16 not under every engine.
-    """
+    """``precision``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``, or ``fp16`` on a device without
+    it, such as one that emulates it. A CPU computes bf16 always, fp16 not under every engine."""
     if precision != AUTO:
         return precision
     wanted = stored if stored in PRECISIONS else "bf16"
@@ -150,7 +145,6 @@ class JoinedOptimizer(torch.optim.Optimizer):
         self.step_rest()
 
     def step_rest(self) -> None:
-        """One update of what AdamW trains."""
         if self.rest is not None:
             self.rest.step()
 
@@ -158,10 +152,9 @@ class JoinedOptimizer(torch.optim.Optimizer):
 def build_torch_optimizer(
     cfg: OptimizerConfig, groups: Sequence[tuple[ParamGroup, Sequence[torch.nn.Parameter]]]
 ) -> torch.optim.Optimizer:
-    """One torch group for each pair, in order, with its ``name``, ``lr`` and ``weight_decay``.
-
-    The parameters are what the engine updates (a whole tensor, a shard, an fp32 master). A ``JoinedOptimizer`` where
-    the optimizer is not element-wise. Raises ``ConfigError`` for a value that torch refuses.
+    """One torch group for each pair, in order, with its ``name``, ``lr`` and ``weight_decay``, of what the engine
+    updates (a whole tensor, a shard, an fp32 master). A ``JoinedOptimizer`` where the optimizer is not element-wise.
+    Raises ``ConfigError`` for a value that torch refuses.
     """
     cls = optimizer_class(cfg.type)
     torch_groups: list[dict[str, Any]] = [
@@ -224,10 +217,8 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
 def initialize_state(
     optimizer: torch.optim.Optimizer, step: Callable[[], Any], *, parameters: Sequence[Sequence[Tensor]] | None = None
 ) -> None:
-    """Let an optimizer make its state, which a checkpoint then fills: ``step()`` with gradients of 0 and rates of 0.
-
-    The weights may be anything afterwards; they are loaded, too. ``parameters``: of each group, where it has others.
-    """
+    """Let an optimizer make its state, which a checkpoint then fills, as it fills the weights: ``step()`` with
+    gradients and rates of 0. ``parameters``: of each group, where it has others."""
     groups = optimizer.param_groups
     before = [(group["params"], group["lr"]) for group in groups]
     members = [list(own) for own in parameters or [params for params, _ in before]]

@@ -184,7 +184,6 @@ class Optimizer(WithArguments):
 
     @property
     def decay(self) -> float:
-        """``weight_decay``, or that of the class."""
         return default_weight_decay(self.type) if self.weight_decay is None else self.weight_decay
 
     @classmethod

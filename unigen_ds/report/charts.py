@@ -66,10 +66,7 @@ def chart(
     compact: bool = True,
 ) -> dict[str, Any] | None:
     """What the macro ``chart`` of the template draws; None where no series has a point. Shapes are in units of the SVG,
-    labels at percent of its width or height.
-
-    ``log``: the scale of y, which needs values above 0; None chooses it from the values.
-    """
+    labels at percent of its width or height. ``log``: the scale of y, for values above 0; None chooses it."""
     curves = [one for one in series if one.points]
     if not curves:
         return None
@@ -89,7 +86,6 @@ def chart(
         return (1 - min(1.05, max(-0.05, share))) * HEIGHT
 
     def path(points: Points) -> str:
-        """The line through the points, a dot for a single one."""
         ends = [f"{across(x):.1f} {down(y):.1f}" for x, y in reduce_points(points)]
         return "M" + "L".join(ends) + ("h0" if len(ends) == 1 else "")
 

@@ -43,23 +43,15 @@ def write_data_page(
     skipped_sources: int = 0,
     notes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the page of a config. Raises ``ConfigError`` where ``out`` cannot be written.
-
-    Args:
-        out: the file.
-        title: the config's name.
-        stream: that of a run.
-        processor: the run's.
-        batches: of one sequence each, as the run's loader makes them; a cursor is the position after its batch.
-        skipped_sources: data sets of the config that could not be opened (``on_error='skip'``).
-        notes: of a sample, by its id.
+    """Write the page of a config. Raises ``ConfigError`` where ``out`` cannot be written. ``batches``: of one sequence
+    each, as the run's loader makes them; a cursor is the position after its batch. ``skipped_sources``: data sets of
+    the config that could not be opened (``on_error='skip'``). ``notes``: of a sample, by its id.
     """
     report, names = describe_data(stream), titles(stream)
     left_out: dict[bool, list[tuple[Any, ...]]] = {False: [], True: []}  # by whether the run uses the records
     for one in reasons(stream):
-        left_out[one.used].append(
-            (one.source, one.reason, one.number, one.number / max(one.total, 1), ", ".join(one.ids))
-        )
+        row = (one.source, one.reason, one.number, one.number / max(one.total, 1), ", ".join(one.ids))
+        left_out[one.used].append(row)
     return write_document(
         out,
         "data.html.j2",

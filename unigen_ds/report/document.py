@@ -64,9 +64,8 @@ def write_document(out: Path, template: str, **values: Any) -> Path:
     return out
 
 
-def data_uri(content: bytes, kind: str = "png") -> str:
-    """A picture inside of the page."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+def data_uri(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 # ---- values as text ----

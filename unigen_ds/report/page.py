@@ -243,8 +243,7 @@ def _time(run: WorkDir) -> dict[str, Any]:
         updates = f"{grouped(start.update)} – {grouped(start.reached)}"
         seconds = [getattr(one, part) for part in PARTS]
         rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds))
-    all_seconds = total.total
-    shares = [(part, getattr(total, part), getattr(total, part) / (all_seconds or 1)) for part in PARTS]
+    shares = [(part, getattr(total, part), getattr(total, part) / (total.total or 1)) for part in PARTS]
     return {
         "spent": total,
         "shares": shares,
@@ -283,7 +282,6 @@ def _validation(run: WorkDir) -> dict[str, Any]:
 
 
 def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
-    """The row of a checkpoint, with its states."""
     manifest, abandoned = entry.manifest, run.lineage.abandoned
     usable = [
         one.path for one in run.checkpoints if not one.problem and one.manifest and one.manifest.commit not in abandoned
@@ -315,7 +313,6 @@ def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
 
 
 def _resumes(run: WorkDir) -> list[dict[str, Any]]:
-    """What each resume met and changed."""
     resumes = []
     configs = [flat(start.record["config"]) for start in run.starts]
     for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):

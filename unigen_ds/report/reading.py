@@ -101,7 +101,6 @@ class WorkDir:
     config: Mapping[str, Any]
     config_text: str | None
     problems: Problems
-    """File and what is wrong with it."""
 
     @property
     def validation_loss(self) -> str:
@@ -219,7 +218,6 @@ def validation_losses(keys: Iterable[str]) -> list[str]:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a number of updates."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
@@ -235,9 +233,8 @@ def _by_start(lines: Iterable[Line]) -> list[tuple[int, list[Line]]]:
 
 
 def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStart]:
-    """One for each start line of the timeline. A start that ended before its first update is in the timeline alone, so
-    it is matched with the parts of the journals from their ends.
-    """
+    """One for each start line of the timeline. A start that ended before its first update is there alone, so parts of
+    the journals are matched from their ends."""
     pairs: list[tuple[Line, list[Line]]] = []
     for line in timeline:
         if line.get("event") == "start":
@@ -352,9 +349,7 @@ def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) ->
 
 
 def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
-    """For each start what differs from the one before: ``geometry.batch_size -> (before, now)``, of the effective
-    batch, the engine and its processes, the code and the versions.
-    """
+    """For each start what differs from the one before: ``geometry.batch_size -> (before, now)`` and so on."""
     identities = []
     for record in (start.record for start in starts):
         parts = {name: record[name] for name in ("geometry", "topology", "versions", "git")}

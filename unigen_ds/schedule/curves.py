@@ -168,11 +168,8 @@ class Curve:
             return float(round(amount)) if abs(amount - round(amount)) < 1e-6 else float(amount)
 
         def whole_steps(amount: float) -> float:
-            """Rounded down to whole steps, as mmengine does: 0.1 of 781 iterations are 78.
-
-            Only where an epoch is a whole number of steps; where it is not (packing), mmengine has no counterpart and
-            the exact fraction of the epoch is meant.
-            """
+            """Rounded down to whole steps, as mmengine does (0.1 of 781 iterations are 78), where an epoch has whole
+            ones; where not (packing), the exact fraction is meant."""
             if self.convert_to_iter_based and ruler.sequences_per_epoch % step == 0:
                 return amount // step * step
             return amount

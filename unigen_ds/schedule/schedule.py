@@ -56,10 +56,8 @@ class Schedules:
         base: Sequence[Mapping[str, Any]],
         total_sequences: float,
     ) -> Schedules:
-        """Place the curves of a config. None or an empty list: every group keeps its learning rate.
-
-        ``ruler`` holds the geometry of the first start. Raises ``ConfigError`` naming the entry that cannot work.
-        """
+        """Place the curves of a config by the first start's ``ruler``. None or an empty list: every group keeps its
+        learning rate. Raises ``ConfigError`` naming the entry that cannot work."""
         curves = CurveList.parse({"param_scheduler": param_scheduler}).param_scheduler
         placed: list[PlacedCurve] = []
         for curve in curves:
@@ -81,10 +79,8 @@ class Schedules:
         return _complete(self.config) == _complete(other.config)
 
     def at(self, progress: Progress) -> list[dict[str, Any]]:
-        """``{'name', 'lr'}`` of each group for the update that begins at ``progress``.
-
-        A group whose learning rate is 0 is frozen: it stays at 0, whatever ``eta_min`` is.
-        """
+        """``{'name', 'lr'}`` of each group for the update that begins at ``progress``; one of rate 0 stays at 0
+        (frozen)."""
         groups = []
         for name, base in self.base:
             value = base

@@ -49,10 +49,8 @@ class Branch:
 
 
 class Writer:
-    """Base of all writers. ``SafeWriter`` calls it, and catches what it raises. Rank 0 only.
-
-    A class without this base works too: it needs ``open``, ``write`` and ``close``.
-    """
+    """Base of all writers; any class with ``open``, ``write`` and ``close`` works. ``SafeWriter`` catches what it
+    raises."""
 
     package = ""
     """The argument of ``pip install`` when its package is missing."""
@@ -112,10 +110,8 @@ class SafeWriter:
     def open(
         self, *, work_dir: Path, config: Mapping[str, Any], updates: int, name: str, identity: Mapping[str, Any]
     ) -> None:
-        """Start the writer in the run that ``run_id`` and the record of what was sent name.
-
-        ``identity``: what determines the numbers of a run; where it is the same, the tracker has one run.
-        """
+        """Start the writer in the run that ``run_id`` and the record of what was sent name. ``identity``: what
+        determines the numbers of a run; where it is the same, the tracker has one run."""
         try:
             writer, path = self._writer, work_dir / "tracking" / f"{self.name}.jsonl"
             records, self._record = parse_lines(path)[0], JsonLines(path)
@@ -151,10 +147,8 @@ class SafeWriter:
     def write(
         self, record: Mapping[str, Any], *, update: int, event: str = "", at: int | None = None, axis: str = "update"
     ) -> None:
-        """Write one record, unless the run has it.
-
-        ``event``: "" for the line of an update; ``at``: progress; ``axis``, if not ``update``: one more number of it.
-        """
+        """Write one record, unless the run has it. ``event``: "" for the line of an update; ``at``: progress; ``axis``,
+        if not ``update``: one more number of it."""
         key = f"{event} {hashlib.blake2b(repr(sorted(record)).encode(), digest_size=6).hexdigest()}" if event else ""
         if self._is_new(update, update if at is None else at, key):
             if axis != "update":
@@ -193,7 +187,6 @@ class SafeWriter:
             self._record.close()
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Call a method of the writer, if it has it."""
         if hasattr(self._writer, method):
             try:
                 getattr(self._writer, method)(*arguments, **options)

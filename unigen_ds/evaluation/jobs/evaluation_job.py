@@ -121,7 +121,6 @@ class JobFolder:
         return self.folder / f"step_{update}.{kind}"
 
     def output(self, update: int) -> list[str]:
-        """The lines that the command printed."""
         with contextlib.suppress(OSError):
             text = self.file(update, "log").read_text(encoding="utf-8", errors="replace")
             return [line.strip() for line in text.splitlines() if line.strip()]

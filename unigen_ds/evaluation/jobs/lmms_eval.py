@@ -26,10 +26,8 @@ INSTALL = "lmms-eval (in an environment of its own where its dependencies replac
 def run_tasks(
     inferencer: Any, tasks: Sequence[str] = TASKS, *, limit: int | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """Task -> metric -> number, as lmms-eval computes them. Collective where there are several processes.
-
-    ``limit``: samples of each task at most. Raises ``ConfigError`` where lmms-eval is not installed.
-    """
+    """Task -> metric -> number, of at most ``limit`` samples each. Collective. Raises ``ConfigError`` without
+    lmms-eval."""
     evaluator, api, manager = (
         import_optional(f"lmms_eval.{name}", "--lmms-tasks", install=INSTALL)
         for name in ("evaluator", "api.model", "tasks")
@@ -62,7 +60,6 @@ def model_class(base: type) -> type:
             self.accelerator = Namespace(wait_for_everyone=dist.barrier)  # what versions before 0.4 call
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            """The answer to each request, in their order."""
             answers: list[str] = []
             for context, options, visuals_of, doc, task, split in (request.args for request in requests):
                 images: list[Image.Image] = []

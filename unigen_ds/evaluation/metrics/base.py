@@ -55,8 +55,7 @@ class Metric:
     name = ""
     """The name of the value, or what the names of all its values begin with."""
     predicts = "text"
-    """What a prediction is: ``text``, ``image`` or ``text and image`` (a pair). ``loss``: the table is the mean loss of
-    texts, in nats.
+    """What a prediction is: ``text``, ``image``, ``text and image`` (a pair), or ``loss``: the mean of texts, in nats.
     """
     compares = "text"
     """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``nothing``."""
@@ -85,10 +84,8 @@ class Metric:
             self.local.check()
 
     def update(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> None:
-        """Add samples. ``keys``: the id of each, once over all ranks. Not collective; no samples are allowed.
-
-        Raises ``DataError`` for different numbers, and for what is neither text nor image as the metric needs it.
-        """
+        """Add samples. ``keys``: the id of each, once over all ranks. Not collective; no samples are allowed. Raises
+        ``DataError`` for different numbers, and for what is neither text nor image as the metric needs it."""
         if not len(predictions) == len(references) == len(keys):
             numbers = f"{len(predictions)} predictions, {len(references)} references, {len(keys)} keys"
             raise DataError(f"{self.name} got {numbers}", allowed="one reference and one key for each prediction")
@@ -113,10 +110,9 @@ class Metric:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Where a value comes from: two values are alike where all of it is equal. Rank 0.
-
-        ``metric``, ``version``, ``settings`` (JSON), ``resize``, ``precision``, ``seed`` and ``model`` (name and hash
-        of the model that scores) always exist; where a metric has no such thing, they are ``none``.
+        """Where a value comes from: two values are alike where all of it is equal. Rank 0. ``metric``, ``version``,
+        ``settings`` (JSON), ``resize``, ``precision``, ``seed`` and ``model`` (name and hash of the model that scores)
+        always exist; where a metric has no such thing, they are ``none``.
         """
         own = f"unigen_ds definition {self.definition}"
         return {
@@ -228,10 +224,8 @@ _READ = {".json", ".safetensors", ".txt", ".model"}
 
 
 class LocalModel:
-    """A model of transformers in float32 and what prepares its inputs, loaded at the first use.
-
-    ``path``: its folder, or its name on the hub. ``where``: names it in errors.
-    """
+    """A model of transformers in float32 and what prepares its inputs, loaded at the first use. ``path``: its folder,
+    or its name on the hub. ``where``: names it in errors."""
 
     def __init__(self, path: str, *, where: str) -> None:
         self._path, self.where = path, where
@@ -274,7 +268,6 @@ class LocalModel:
 
     @cached_property
     def model(self) -> Any:
-        """The model in evaluation mode, on its device."""
         return self._load("AutoModel", use_safetensors=True, dtype=torch.float32).eval().to(device())
 
     @cached_property
@@ -295,7 +288,6 @@ class LocalModel:
 
     @property
     def image_processor(self) -> Any:
-        """The processor of images alone."""
         return getattr(self.processor, "image_processor", None) or self.processor
 
     def _load(self, kind: str, **arguments: Any) -> Any:
@@ -311,7 +303,6 @@ class LocalModel:
 
 
 def device() -> torch.device:
-    """This process's CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -139,8 +139,7 @@ class EvaluateHook(Hook):
         )
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
-        """Where the values ``name`` come from, known before the first; ``unlike`` compares. Collective; the same on all
-        ranks."""
+        """Where the values ``name`` come from, known before the first. Collective; the same on all ranks."""
         precision = str(run.backend.topology().get("precision"))
         made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
         validation = next((one for one in run.validation if name.startswith(f"val/{one.own}")), run.validation[0])

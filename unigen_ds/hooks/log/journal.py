@@ -33,8 +33,7 @@ EVERY_S = 10.0
 
 
 class JournalHook(Hook):
-    """Keeps a file of JSON lines in the work dir. Every rank may call every method; only rank 0 writes. Never
-    collective."""
+    """Keeps a file of JSON lines in the work dir. Rank 0 alone writes, on any rank it may be called; not collective."""
 
     def __init__(self, file_name: str) -> None:
         self._file_name = file_name

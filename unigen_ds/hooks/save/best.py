@@ -40,10 +40,8 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 
 
 def rule_of(metric: str) -> Rule:
-    """``'less'`` or ``'greater'`` by the metric's name, as mmengine infers it: by its first part after ``val/``, or the
-    second after the name of a set (``val/loss/text/accounts.jsonl`` is a loss). Raises ``ConfigError`` where none can
-    be inferred.
-    """
+    """``'less'`` or ``'greater'``, as mmengine infers it: by the first part of the name after ``val/``, or the second
+    after a set's name: ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` where neither fits."""
     name = metric.removeprefix("val/").lower()
     parts = name.split("/")[:2]
     inferred = (next((rule for pattern, rule in _RULES if re.match(pattern, part)), None) for part in parts)

@@ -1,5 +1,4 @@
-"""Exports on rank 0: beside each checkpoint what others load directly, and at the end the model to the Hugging Face
-Hub."""
+"""Exports on rank 0: beside each checkpoint what others load directly, and at the end the model to the hub."""
 
 from __future__ import annotations
 
