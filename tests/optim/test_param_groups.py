@@ -43,19 +43,10 @@ def names(groups) -> dict[str, tuple[str, ...]]:
 
 
 def test_patterns() -> None:
-    groups = build(
-        dict(
-            groups=[
-                dict(pattern="connector", lr=5e-3),
-                dict(pattern=r"^layers\.1\.", name="last layer", lr_mult=0.5, weight_decay=0.0),
-            ]
-        )
-    )
-    assert [(g.name, g.lr, g.weight_decay) for g in groups] == [
-        ("default", 1e-4, 0.1),
-        ("connector", 5e-3, 0.1),
-        ("last layer", 5e-5, 0.0),
-    ]
+    last = dict(pattern=r"^layers\.1\.", name="last layer", lr_mult=0.5, weight_decay=0.0)
+    groups = build(dict(groups=[dict(pattern="connector", lr=5e-3), last]))
+    rates = [(g.name, g.lr, g.weight_decay) for g in groups]
+    assert rates == [("default", 1e-4, 0.1), ("connector", 5e-3, 0.1), ("last layer", 5e-5, 0.0)]
     assert names(groups)["connector"] == ("connector.weight", "connector.bias")
     assert all(name.startswith("layers.1.") for name in names(groups)["last layer"])
     every = [name for group in groups for name in group.parameters]
@@ -95,13 +86,7 @@ def test_only_trainable_and_tied_once() -> None:
 PARAMWISE = dict(norm_decay_mult=0.0, bias_decay_mult=0.5, groups=[dict(pattern="connector", lr=5e-3)])
 EXPECTED = {
     "default": ("vision.0.weight", "layers.0.proj.weight", "layers.1.proj.weight", "embed.weight"),
-    "default.norm": (
-        "vision.1.weight",
-        "layers.0.q_norm.weight",
-        "layers.0.q_norm.bias",
-        "layers.1.q_norm.weight",
-        "layers.1.q_norm.bias",
-    ),
+    "default.norm": ("vision.1.weight", *(f"layers.{i}.q_norm.{leaf}" for i in (0, 1) for leaf in ("weight", "bias"))),
     # vision.1 is a LayerNorm whose name does not show it: its bias is a bias
     "default.bias": ("vision.0.bias", "vision.1.bias", "layers.0.proj.bias", "layers.1.proj.bias"),
     "connector": ("connector.weight",),

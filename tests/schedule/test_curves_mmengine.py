@@ -79,19 +79,13 @@ def iters(type: str, begin: float, end: float, **more) -> dict:
 CASES: dict[str, tuple[list[dict], int, int]] = {
     # name: (schedulers, iterations, epoch length)
     "xtuner": (
-        [epochs("LinearLR", 0, 0.1, start_factor=1e-5), epochs("CosineAnnealingLR", 0.1, 4, eta_min=0.0)],
-        400,
-        100,
+        [epochs("LinearLR", 0, 0.1, start_factor=1e-5), epochs("CosineAnnealingLR", 0.1, 4, eta_min=0.0)], 400, 100
     ),
     "xtuner, 78.1 iterations of warm-up": (
-        [epochs("LinearLR", 0, 0.1, start_factor=1e-5), epochs("CosineAnnealingLR", 0.1, 3, eta_min=0.0)],
-        3 * 781,
-        781,
+        [epochs("LinearLR", 0, 0.1, start_factor=1e-5), epochs("CosineAnnealingLR", 0.1, 3, eta_min=0.0)], 3 * 781, 781
     ),
     "eta_min_ratio": (
-        [iters("LinearLR", 0, 13, start_factor=0.01), iters("CosineAnnealingLR", 13, 120, eta_min_ratio=0.1)],
-        120,
-        30,
+        [iters("LinearLR", 0, 13, start_factor=0.01), iters("CosineAnnealingLR", 13, 120, eta_min_ratio=0.1)], 120, 30
     ),
     "T_max shorter than the range, rising again": ([iters("CosineAnnealingLR", 0, 70, T_max=20, eta_min=1e-6)], 90, 30),
     "T_max in fractions of an epoch": ([epochs("CosineAnnealingLR", 0, 3, T_max=0.55)], 60, 20),
@@ -101,63 +95,39 @@ CASES: dict[str, tuple[list[dict], int, int]] = {
     "constant": ([iters("ConstantLR", 0, 12, factor=0.1)], 30, 10),
     "poly": ([iters("PolyLR", 0, 60, power=0.9, eta_min=1e-6)], 75, 20),
     "poly after warm-up": (
-        [epochs("LinearLR", 0, 0.5, start_factor=0.001), epochs("PolyLR", 0.5, 3, power=2.0)],
-        60,
-        20,
+        [epochs("LinearLR", 0, 0.5, start_factor=0.001), epochs("PolyLR", 0.5, 3, power=2.0)], 60, 20
     ),
     "multi-step from begin, a milestone twice, one out of range": (
-        [iters("MultiStepLR", 10, 60, milestones=[0, 15, 15, 49, 50, 70], gamma=0.5)],
-        100,
-        20,
+        [iters("MultiStepLR", 10, 60, milestones=[0, 15, 15, 49, 50, 70], gamma=0.5)], 100, 20
     ),
     "multi-step in epochs, per iteration": ([epochs("MultiStepLR", 0, 4, milestones=[0.5, 2, 3], gamma=0.3)], 80, 20),
-    "by_epoch linear": ([dict(type="LinearLR", start_factor=0.1, begin=0, end=4)], 60, 10),
+    "by_epoch linear": ([dict(type="LinearLR", begin=0, end=4, start_factor=0.1)], 60, 10),
     "by_epoch linear then cosine": (
-        [
-            dict(type="LinearLR", start_factor=0.1, begin=0, end=3, by_epoch=True),
-            dict(type="CosineAnnealingLR", begin=3, end=9, eta_min=1e-6, by_epoch=True),
-        ],
-        100,
-        10,
+        [dict(type="LinearLR", begin=0, end=3, start_factor=0.1, by_epoch=True),
+         dict(type="CosineAnnealingLR", begin=3, end=9, eta_min=1e-6, by_epoch=True)], 100, 10
     ),
-    "by_epoch multi-step": ([dict(type="MultiStepLR", milestones=[2, 5], begin=0, end=8)], 80, 10),
-    "by_epoch poly": ([dict(type="PolyLR", power=1.5, begin=1, end=6)], 80, 10),
+    "by_epoch multi-step": ([dict(type="MultiStepLR", begin=0, end=8, milestones=[2, 5])], 80, 10),
+    "by_epoch poly": ([dict(type="PolyLR", begin=1, end=6, power=1.5)], 80, 10),
     "warm-up per iteration, decay per epoch": (
-        [
-            iters("LinearLR", 0, 10, start_factor=0.01),
-            dict(type="MultiStepLR", milestones=[1, 3], begin=1, end=6, by_epoch=True),
-        ],
-        60,
-        10,
+        [iters("LinearLR", 0, 10, start_factor=0.01),
+         dict(type="MultiStepLR", begin=1, end=6, milestones=[1, 3], by_epoch=True)], 60, 10
     ),
     "three ranges": (
-        [
-            iters("LinearLR", 0, 10, start_factor=0.1, end_factor=0.8),
-            iters("CosineAnnealingLR", 10, 40, eta_min=1e-5),
-            iters("LinearLR", 50, 60, start_factor=1.0, end_factor=0.5),
-        ],
-        80,
-        20,
+        [iters("LinearLR", 0, 10, start_factor=0.1, end_factor=0.8), iters("CosineAnnealingLR", 10, 40, eta_min=1e-5),
+         iters("LinearLR", 50, 60, start_factor=1.0, end_factor=0.5)], 80, 20
     ),
     "ranges listed out of order": (
-        [iters("CosineAnnealingLR", 10, 60, eta_min=1e-6), iters("LinearLR", 0, 10, start_factor=0.1, end_factor=0.7)],
-        60,
-        20,
+        [iters("CosineAnnealingLR", 10, 60, eta_min=1e-6),
+         iters("LinearLR", 0, 10, start_factor=0.1, end_factor=0.7)], 60, 20
     ),
     "overlap: factors multiply": (
-        [iters("LinearLR", 0, 20, start_factor=0.01), iters("CosineAnnealingLR", 0, 80)],
-        80,
-        20,
+        [iters("LinearLR", 0, 20, start_factor=0.01), iters("CosineAnnealingLR", 0, 80)], 80, 20
     ),
     "overlap: steps during a linear decay": (
-        [
-            iters("LinearLR", 0, 50, start_factor=1.0, end_factor=0.1),
-            iters("MultiStepLR", 0, 80, milestones=[10, 60], gamma=0.5),
-        ],
-        80,
-        20,
+        [iters("LinearLR", 0, 50, start_factor=1.0, end_factor=0.1),
+         iters("MultiStepLR", 0, 80, milestones=[10, 60], gamma=0.5)], 80, 20
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -181,8 +181,7 @@ class Answers:
 
 
 def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
-    """The last answer of that kind in a record, ended by any of ``end_ids``, and all before it; None where one is
-    missing."""
+    """The last answer of that kind in a record and all before it, or None. Each of ``end_ids`` ends an answer."""
     if sample.plain:
         return None
     if kind == BOTH:
@@ -292,15 +291,9 @@ def answers(
     *,
     max_samples: int | None = None,
 ) -> Answers:
-    """The model's answers to records of validation data, which are asked in turns, one of each source. Collective.
-
-    Args:
-        backend: prepared; the model has the family's inferencer, and that ``answers`` and ``complete``.
-        kind: ``text``, ``image``, or both in one answer (``BOTH``).
-        answering: how; a batch size or seed of None is that of ``data``.
-        max_samples: so many records at most that have such an answer; None: all.
-
-    Raises ``ConfigError`` where the family cannot do this, and ``GenerationError``.
+    """The model's answers to records of validation data, which are asked in turns, one of each source. Collective. A
+    batch size or seed of None in ``answering`` is that of ``data``. ``max_samples``: so many records at most that have
+    such an answer; None: all. Raises ``ConfigError`` where the family cannot do this, and ``GenerationError``.
     """
     check_answers(inferencer_of(backend, data.processor)[1], kind)
     limit = getattr(backend.model, "max_document_tokens", None)

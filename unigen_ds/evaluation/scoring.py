@@ -109,18 +109,11 @@ def evaluate(
     answering: Answering,
     made_by: Mapping[str, str] | None = None,
 ) -> Evaluation:
-    """Losses and metrics of the present weights on each set of validation data. Collective; the same on all ranks.
-
-    Args:
-        backend: what computes: ``Backend``, or an object with its ``model``, ``device``, ``dp_rank`` and ``dp_size``.
-        metrics: as ``check`` has found them to be possible.
-        checkpoint: what made the predictions, for the provenance.
-        max_batches: as of ``Validation.losses``.
-        max_samples: records at most that the model answers; None: as many as ``max_batches`` has.
-        answering: how it answers them.
-        made_by: as of ``evaluated``.
-
-    A metric that fails is a warning that names it, and is in ``failed``.
+    """Losses and metrics of the present weights on each set of validation data. Collective; the same on all ranks. A
+    metric that fails is a warning that names it, and is in ``failed``. ``backend``: or an object with its ``model``,
+    ``device``, ``dp_rank`` and ``dp_size``. ``metrics``: as ``check`` has found them to be possible. ``checkpoint``,
+    ``made_by``: as of ``evaluated``. ``max_samples``: records at most that the model answers; None: as many as
+    ``max_batches`` (as of ``Validation.losses``) has.
     """
     results: list[Result] = []
     failed: dict[str, str] = {}

@@ -1,6 +1,4 @@
-"""The losses on validation data: ``val/loss`` and its parts, the same for every number of ranks and every engine.
-
-Where a run has several sets of validation data, the names have that of the set: ``val/<set>/loss``.
+"""The losses on validation data, the same for all engines and ranks: ``val/loss``, or ``val/<set>/loss`` of several.
 
 In: an engine and ``ValidationData``. Out: means over all targets of all ranks. A target weighs the same wherever it is:
 sums and numbers of targets are added in float64, and divided once at the end. ``evaluating`` is what every look at a

@@ -124,14 +124,13 @@ class PackedInferencer(TextInterface):
 
 
 def tokens_left(num_tokens: int, limit: int | None) -> int:
-    """Tokens that may follow a prompt in a model of ``limit`` positions; the last is not read. Raises ``DataError`` for
-    none."""
+    """Tokens that may follow a prompt where a model has ``limit`` positions. Raises ``DataError`` for none."""
     if limit is not None and num_tokens > limit:
         raise DataError(
             f"the prompt has {num_tokens:,} tokens, and the model has {limit:,} positions",
             remedy="a shorter prompt",
         )
-    return sys.maxsize if limit is None else limit - num_tokens + 1
+    return sys.maxsize if limit is None else limit - num_tokens + 1  # the last one is not read any more
 
 
 def likeliest(logits: Tensor, documents: Sequence[int] = ()) -> Sequence[int]:

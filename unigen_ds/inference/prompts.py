@@ -19,8 +19,7 @@ class Sampling:
     temperature: float = 0.0
     """Logits are divided by it; 0 chooses the likeliest token."""
     top_p: float = 1.0
-    """Only the likeliest tokens with this probability together are drawn; 1: all (Holtzman et al., 2020, arXiv
-    1904.09751)."""
+    """The likeliest tokens of this probability together are drawn; 1: all (Holtzman et al., arXiv 1904.09751)."""
 
     def __post_init__(self) -> None:
         if not (0.0 <= self.temperature < math.inf):

@@ -1,8 +1,5 @@
-"""Exponential moving average of the weights, on whatever shards the engine holds, in fp32.
-
-``average = (1 - momentum) * average + momentum * weights`` (mmengine's and torch's convention: a small momentum).
-Local: no communication, and one fused call over all shards.
-"""
+"""Exponential moving average of the weights, in fp32, on the engine's own shards and without communication: ``average =
+(1 - momentum) * average + momentum * weights`` (mmengine's and torch's convention: a small momentum)."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class ShardEMA:
 
     @torch.no_grad()
     def update(self, weights: Sequence[Tensor]) -> None:
-        """Move towards ``weights``, to the bits of ``lerp_``; the first update copies, as mmengine's: no random start
-        stays."""
+        """Move towards ``weights``, to the bits of ``lerp_``. The first update copies, as mmengine's does."""
         if self.num_updates == 0:
             self.copy_from(weights)
         else:

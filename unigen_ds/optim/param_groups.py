@@ -36,11 +36,10 @@ _INPUT_OR_OUTPUT = re.compile(r"emb|^w[tp]e$|(^|_)(head|logits|classifier)$", re
 def build_param_groups(
     named_parameters: Iterable[tuple[str, Parameter]], optimizer: Optimizer, paramwise: Paramwise | None = None
 ) -> list[ParamGroup]:
-    """Groups of the trainable parameters: ``default`` first, then ``paramwise_cfg.groups`` in order; none is empty.
-
-    A multiplier of norms or biases splits a group into ``<group>``, ``<group>.norm`` and ``<group>.bias``, an optimizer
-    of whole matrices into ``<group>`` and ``<group>.adamw``. Tied parameters are counted once, under their first name.
-    Raises ``ConfigError`` for a pattern that no parameter is left for.
+    """Groups of the trainable parameters: ``default`` first, then ``paramwise_cfg.groups`` in order; none is empty. A
+    multiplier of norms or biases splits a group into ``<group>``, ``<group>.norm`` and ``<group>.bias``, an optimizer
+    of whole matrices into ``<group>`` and ``<group>.adamw``. Tied parameters count once, under their first name. Raises
+    ``ConfigError`` for a pattern that no parameter is left for.
     """
     paramwise, adamw = paramwise or Paramwise(), optimizer.adamw
     rules = [_rule(Group(pattern=DEFAULT), optimizer), *(_rule(group, optimizer) for group in paramwise.groups)]

@@ -1,7 +1,5 @@
-"""The page about one run, with its parts; or about several: their key numbers, and the differences of their configs.
-
-Here are the values of the parts; ``templates/run.html.j2`` has the words around them.
-"""
+"""The page about one run, or about several: their key numbers, and the differences of their configs. Here are the
+values of the parts; the templates have the words around them."""
 
 from __future__ import annotations
 

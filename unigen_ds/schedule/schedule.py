@@ -79,8 +79,7 @@ class Schedules:
         return _complete(self.config) == _complete(other.config)
 
     def at(self, progress: Progress) -> list[dict[str, Any]]:
-        """``{'name', 'lr'}`` of each group for the update that begins at ``progress``; one of rate 0 stays at 0
-        (frozen)."""
+        """``{'name', 'lr'}`` of each group for the update that begins at ``progress``. A rate of 0 stays 0: frozen."""
         groups = []
         for name, base in self.base:
             value = base

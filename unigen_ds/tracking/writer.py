@@ -49,8 +49,7 @@ class Branch:
 
 
 class Writer:
-    """Base of all writers; any class with ``open``, ``write`` and ``close`` works. ``SafeWriter`` catches what it
-    raises."""
+    """Base of all writers; a class with ``open``, ``write`` and ``close`` works, too. ``SafeWriter`` catches errors."""
 
     package = ""
     """The argument of ``pip install`` when its package is missing."""
@@ -90,11 +89,9 @@ class Writer:
 
 
 class SafeWriter:
-    """Runs a writer; its first failure is one warning, after which it is not called again. Training is not affected.
-
-    Args:
-        writer: a ``Writer``, or an object with its ``open``, ``write`` and ``close``.
-        name: of the writer among those of the run: the key of its run id in checkpoints, and of its file.
+    """Runs a writer, or an object with its ``open``, ``write`` and ``close``. Its first failure is one warning, after
+    which it is not called again; training is not affected. ``name``: of the writer among those of the run: the key of
+    its run id in checkpoints, and of its file.
     """
 
     def __init__(self, writer: Any, name: str | None = None) -> None:

@@ -31,12 +31,8 @@ def samples() -> list[dict[str, Any]]:
     for n in range(NUMBER):
         words = [WORDS[(n * k + k * k) % len(WORDS)] for k in range(3, 9)]
         other = [WORDS[(n * k + k) % len(WORDS)] if k % 3 and n % 4 else word for k, word in enumerate(words)]
-        found.append(
-            {
-                "key": f"{n * 5 % NUMBER:03}", "text": " ".join(words), "reference": " ".join(other), "made": made[n],
-                "real": real[n],
-            }
-        )  # fmt: skip
+        found.append({"key": f"{n * 5 % NUMBER:03}", "text": " ".join(words), "reference": " ".join(other),
+                      "made": made[n], "real": real[n]})  # fmt: skip
     return found
 
 

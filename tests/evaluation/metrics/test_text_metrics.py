@@ -17,13 +17,7 @@ from tests.needs import JAVA
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
-from unigen_ds.evaluation.metrics.text_metrics import (
-    BLEU,
-    METEOR,
-    ROUGE,
-    BERTScore,
-    ExactMatch,
-)
+from unigen_ds.evaluation.metrics.text_metrics import BLEU, METEOR, ROUGE, BERTScore, ExactMatch
 
 PREDICTIONS = ["the cat sat on the mat", "A dog is in the picture.", "", "Der Käfer läuft über die Straße\nund zurück"]
 REFERENCES = [

@@ -38,8 +38,6 @@ with open(out, "w") as stream:
     results = {"mmstar": {"average": 0.5, "alias": "x"}, "mme": int(step)}
     json.dump({"global_step": int(step), "results": results}, stream)
 """
-
-
 NEEDED = ("{checkpoint}", "{out}")
 
 
@@ -311,12 +309,8 @@ def test_what_goes_wrong_never_ends_the_training(tmp_path):
     Runner.from_cfg(held).train()
     assert "with status 127 without a result" in log(tmp_path) and "it cannot be started" in log(tmp_path)
     (tmp_path / "b").mkdir()
-    run(
-        tmp_path / "b",
-        [sys.executable, "-c", "print('no memory'); raise SystemExit(5)", *NEEDED],
-        updates=4,
-        wait=(2, 3),
-    )
+    fails = [sys.executable, "-c", "print('no memory'); raise SystemExit(5)", *NEEDED]
+    run(tmp_path / "b", fails, updates=4, wait=(2, 3))
     assert "has ended with status 5 without a result" in log(tmp_path / "b")
     assert "no memory" in (tmp_path / "b" / "run" / "eval_results" / "run" / "step_2.log").read_text()
     (tmp_path / "c").mkdir()
@@ -428,9 +422,7 @@ def test_training_is_bit_equal_with_and_without_it(tmp_path, script):
     for name in names:
         (tmp_path / name).mkdir()
         Runner.from_cfg(config(tmp_path / name, f"{script} 0", updates=4, without=name == "without")).train()
-    mine, plain = (
-        load_file(tmp_path / name / "run" / "iter_4.pth" / "model.safetensors") for name in ("with", "without")
-    )
+    mine, plain = (load_file(tmp_path / name / "run" / "iter_4.pth" / "model.safetensors") for name in names)
     assert all(torch.equal(mine[name], plain[name]) for name in plain)
     ledgers = [(tmp_path / name / "run" / "ledger.jsonl").read_text() for name in names]
     assert ledgers[0] == ledgers[1]

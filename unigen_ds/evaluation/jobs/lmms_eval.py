@@ -26,8 +26,7 @@ INSTALL = "lmms-eval (in an environment of its own where its dependencies replac
 def run_tasks(
     inferencer: Any, tasks: Sequence[str] = TASKS, *, limit: int | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """Task -> metric -> number, of at most ``limit`` samples each. Collective. Raises ``ConfigError`` without
-    lmms-eval."""
+    """Task -> metric -> number, of at most ``limit`` samples. Collective. Raises ``ConfigError`` without lmms-eval."""
     evaluator, api, manager = (
         import_optional(f"lmms_eval.{name}", "--lmms-tasks", install=INSTALL)
         for name in ("evaluator", "api.model", "tasks")

@@ -55,8 +55,7 @@ class Metric:
     name = ""
     """The name of the value, or what the names of all its values begin with."""
     predicts = "text"
-    """What a prediction is: ``text``, ``image``, ``text and image`` (a pair), or ``loss``: the mean of texts, in nats.
-    """
+    """What a prediction is: ``text``, ``image``, ``text and image`` (a pair), ``loss`` (the mean of texts, in nats)."""
     compares = "text"
     """What a reference is: ``text`` (or several), ``image``, ``prompt``, ``nothing``."""
     library: str | None = None

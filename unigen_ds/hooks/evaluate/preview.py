@@ -129,7 +129,7 @@ class PreviewHook(Hook):
         self._questions: list[Question] = []
 
     def before_run(self, run: Run) -> None:
-        """Raises ``ConfigError`` for what the model cannot do, a missing picture, and no held-out records. Collective."""
+        """Raises ``ConfigError`` for what the model cannot do, a missing picture, no held-out records. Collective."""
         self._every = run.ruler.duration(self._interval, self._unit)
         inferencer = inferencer_of(run.backend, run.processor)[1]
         family = trained_family(run.backend)[0]

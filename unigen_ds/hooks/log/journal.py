@@ -98,8 +98,7 @@ class JournalHook(Hook):
 @HOOKS.register_module()
 class LedgerHook(JournalHook):
     """Writes ``ledger.jsonl``: a line for each update, with the sequences that it consumed and a digest of their sample
-    ids. It runs before the checkpoint hook: a saved update has its line.
-    """
+    ids. It runs before the checkpoint hook: a saved update has its line."""
 
     name = "ledger"
 

@@ -57,13 +57,8 @@ def rule_of(metric: str) -> Rule:
 
 
 class MetricHook(Hook):
-    """Base of hooks that follow one metric of the evaluations.
-
-    Args:
-        metric: a name of the evaluation's results, such as ``val/loss``.
-        rule: ``'less'`` or ``'greater'``; None: by the name (``rule_of``).
-        where: the argument that names the metric, for messages.
-    """
+    """Base of hooks that follow one metric of the evaluations, such as ``val/loss``. ``rule`` None: by the name
+    (``rule_of``). ``where``: the argument that names the metric, for messages."""
 
     def __init__(self, metric: str, *, rule: Rule | None, where: str) -> None:
         self.metric, self.rule, self._where = metric, rule or rule_of(metric), where
@@ -103,11 +98,7 @@ class MetricHook(Hook):
 
 class BestHook(MetricHook):
     """Finds the best checkpoint by one metric, and keeps it. The builder adds it for ``EvaluateHook(save_best=...)``.
-
-    Args:
-        metric: a name of the evaluation's results, or ``'auto'``: the loss of the first validation set.
-        rule: as of ``MetricHook``.
-    """
+    ``metric`` may be ``'auto'``: the loss of the first validation set."""
 
     name = "best"
 
