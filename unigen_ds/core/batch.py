@@ -27,8 +27,7 @@ DEFAULT_WEIGHT = 1.0
 """Of a loss term that ``loss_weights`` does not name."""
 CAUSAL, FULL, NOISE = 0, 1, 2
 """Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from every
-other split of its document.
-"""
+other split of its document."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,7 @@ from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch, to_device
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order. A model's
-argument ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
-"""
+argument ``attend`` replaces the attention within the batch: for inference on top of cached tokens."""
 
 _MIN_FILL = 0.75  # a document joins a bucket when it fills this share of its padded length
 BLOCK = 128

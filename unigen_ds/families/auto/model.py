@@ -37,7 +37,7 @@ from unigen_ds.models.weights import PretrainedModel, check_here, match
 from unigen_ds.system.log import logger
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
-"""Largest difference of packed documents, relative to the root mean square of the logits: in fp32, and lower."""
+"""Largest difference of packed documents, relative to the root mean square of the logits: fp32, lower precision."""
 _NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
 """Errors of a model's own attention that receives something else than a mask."""
 
