@@ -18,8 +18,6 @@ from unigen_ds.optim.optimizer import LossScale, OptimizerConfig, ParamGroup
 
 
 class RunningNorm(nn.LayerNorm):
-    """A norm with a buffer that training changes."""
-
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.running_var: torch.Tensor
@@ -86,7 +84,6 @@ def train(backend: Backend, *numbers: int, scale: float = 1.0, all_of_it: bool =
 
 
 def state(backend: SingleBackend) -> dict[str, torch.Tensor]:
-    """Weights, buffers and optimizer state, copied."""
     found = {name: t.detach().clone() for name, t in backend.model.state_dict().items()}
     for name, parameter in backend.model.named_parameters():
         for kind, value in backend._optimizer.state.get(parameter, {}).items():
@@ -104,7 +101,6 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def test_an_update_is_torchs_own(monkeypatch):
-    """Gradient norm, clipping and AdamW against plain torch."""
     backend, twin = make(max_norm=0.5), make().model
     groups = [
         {"params": [p for n, p in twin.named_parameters() if p.requires_grad and not n.startswith("last")], "lr": 1e-2,

@@ -112,7 +112,6 @@ def train(case: str, out: Path) -> None:
 
 
 def _masters(engine: Any) -> dict[str, torch.Tensor]:
-    """The engine's weights by name, in fp32. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     found = {}
@@ -123,7 +122,6 @@ def _masters(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def run(out: Path) -> None:
-    """Starts both processes once, for all cases."""
     from unigen_ds.system.dist import free_port
 
     port, children = free_port(), []
@@ -140,7 +138,6 @@ def run(out: Path) -> None:
 
 
 def _process(rank: int, port: int, out: Path) -> None:
-    """Never returns."""
     status = 1
     try:
         log = os.open(out / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -26,7 +26,6 @@ RULER = Ruler(GEOMETRY, sequences_per_epoch=60)
 
 
 def make_backend(*, width: int = 6, updates: int = 1) -> SingleBackend:
-    """A linear model after a few updates."""
     torch.manual_seed(0)
     model = nn.Linear(width, 4)
     backend = SingleBackend()
@@ -89,7 +88,6 @@ def save(
 
 
 def save_chain(work_dir: Path, *iterations: int, parent: str | None = None) -> list[Path]:
-    """Checkpoints that follow each other."""
     paths = []
     for iteration in iterations:
         path = save(work_dir, f"iter_{iteration}.pth", parent=parent, updates=iteration // 3)
@@ -123,7 +121,6 @@ class Evil:
 
 
 def flip_byte(path: Path, at: int = -1) -> None:
-    """Change one byte, but neither size nor name."""
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

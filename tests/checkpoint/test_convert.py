@@ -41,7 +41,6 @@ def source_of(plain: Path, case: str) -> Path:
 
 
 def load(out: Path) -> dict[str, Tensor]:
-    """All tensors of a merged folder."""
     found: dict[str, Tensor] = {}
     for path in sorted(out.iterdir()):
         if path.suffix in (".bin", ".safetensors"):
@@ -88,7 +87,6 @@ def test_the_model_loads_it(plain, tmp_path, case):
 
 
 def test_safetensors_have_every_name(plain, tmp_path):
-    """DeepSpeed's script fails on tied weights there."""
     source = source_of(plain, "zero3")
     merge(source, tmp_path / "one")
     merged = merge(source, tmp_path / "many", safe_serialization=True, max_shard_size="2KB")
@@ -180,7 +178,6 @@ def test_the_archive_is_what_torch_writes(tmp_path, mmap):
 
 
 def test_pieces_are_bounded():
-    """For tensors of any size, also with a cast."""
     large = torch.zeros(1).expand(10**9)  # 4 GB that are not allocated
     entry = Entry("x", (10**9,), torch.bfloat16, lambda start, stop: [large[start:stop]])
     for number, piece in enumerate(entry.pieces()):

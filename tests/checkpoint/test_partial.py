@@ -20,8 +20,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Recorder(SafetensorsReader):
-    """Records which tensors were read."""
-
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         self.__dict__.setdefault("asked", []).append((name, start, stop))
         return super().read(kind, name, start, stop)
@@ -45,7 +43,6 @@ def rows(*names: str, tied: dict[str, str] | None = None, **shapes: tuple[int, .
 
 
 def allowing(**cfg: Any) -> LoadSettings:
-    """``load_cfg`` of a config."""
     return LoadSettings.parse(cfg, where="load_cfg")
 
 

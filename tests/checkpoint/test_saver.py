@@ -48,7 +48,6 @@ def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
 
 
 def fill(disk: Path, *, leave: int) -> Path:
-    """Fill the disk except for ``leave`` bytes."""
     ballast = disk / "ballast"
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     ballast.write_bytes(b"x" * (free - leave))
@@ -56,7 +55,6 @@ def fill(disk: Path, *, leave: int) -> Path:
 
 
 def bytes_of(error: SaveError) -> tuple[int, int]:
-    """The needed and the free bytes of the message."""
     found = re.search(r"it needs ([\d,]+) bytes and ([\d,]+) bytes are free", str(error))
     assert found, error
     needed, free = (int(number.replace(",", "")) for number in found.groups())

@@ -84,7 +84,6 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def signed(state: dict[str, Any]) -> bytes:
-    """With a correct digest, so that only the values are wrong."""
     digest = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
     return json.dumps(state | {"digest": digest}).encode()
 
@@ -142,7 +141,6 @@ def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
 
 
 def test_a_damaged_hint_is_no_hint(work_dir):
-    """``last_checkpoint`` is only a hint: an unreadable file names no checkpoint."""
     (work_dir / "last_checkpoint").write_bytes(b"\xff\xfe\x00")
     assert read_line(work_dir / store.HINT) is None
     (work_dir / DAMAGED).rmdir()

@@ -76,12 +76,9 @@ class Backend(abc.ABC):
 
     _cfg: OptimizerConfig
     left_out: Collection[str] = frozenset()
-    """Frozen parameters and buffers that ``state_files`` leaves out, because other files have them: those of the base
-    of adapters. Set before ``prepare``."""
-
+    """Frozen parameters and buffers of an adapters' base, which ``state_files`` leaves out. Set before ``prepare``."""
     for_more_processes: str | None = None
     """The ``--backend`` to choose when more processes are started; None: this one."""
-
     stamp = ""
     """The name of the present save, which ``state_files`` puts into every file. The saver sets it."""
 
@@ -120,7 +117,6 @@ class Backend(abc.ABC):
 
     @property
     def dp_rank(self) -> int:
-        """This process's index among the data-parallel ranks."""
         return dist.rank()
 
     @property
@@ -173,14 +169,11 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def moments(self, kind: str) -> Sequence[Shard]:
-        """The optimizer's state ``kind`` (``exp_avg``, ...) on the shards of ``master_shards``, for the parameters of
-        ``kept_for(kind)``, after ``make_state``.
-        """
+        """The optimizer's state ``kind`` (``exp_avg``, ...) on the ``master_shards`` of ``kept_for(kind)``."""
 
     def kept_for(self, kind: str) -> Collection[str]:
-        """Trainable parameters for which the optimizer keeps the state ``kind``, after ``make_state``. Not collective.
-
-        All of them, unless several optimizers share the parameters.
+        """Trainable parameters for which the optimizer keeps the state ``kind``, after ``make_state``: all of them,
+        unless several optimizers share the parameters. Not collective.
         """
         return self.trainable_sizes().keys()
 
@@ -237,9 +230,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def state_files(self) -> StateFiles:
-        """The files of the engine's native layout that this rank writes. Touches no disk.
-
-        The saver writes them, without collectives, before the next update: they refer to the engine's own memory.
+        """The files of the engine's native layout that this rank writes. Touches no disk: the saver writes them,
+        without collectives, before the next update, as they refer to the engine's own memory.
         """
 
     @abc.abstractmethod
@@ -248,10 +240,8 @@ class Backend(abc.ABC):
 
     @torch.no_grad()
     def load_tensors(self, reader: ShardReader, *, weights_only: bool = False, keep: Collection[str] = ()) -> None:
-        """Read masters, frozen parameters, buffers and, unless ``weights_only``, moments and Adam step from any layout.
-
-        What ``keep`` names stays as it is. Raises ``CheckpointError`` naming every other tensor that is missing or has
-        another number of elements.
+        """Read masters, frozen parameters, buffers and, unless ``weights_only``, moments and Adam step from any layout,
+        but not what ``keep`` names. Raises ``CheckpointError`` naming every tensor that is missing or of another size.
         """
         kinds = set(reader.kinds())
         moments = [] if weights_only else sorted(kinds - _NOT_MOMENTS)

@@ -1,7 +1,5 @@
-"""Memory for a model that was built on the meta device: names and shapes first, memory for its shards later.
-
-An engine moves the tensors that have memory, shards, and replaces the others by uninitialised tensors (``allocate``);
-``load_tensors`` then fills them.
+"""Memory for a model that was built on the meta device: an engine moves what has memory, shards, and replaces the rest
+by uninitialised tensors (``allocate``), which ``load_tensors`` then fills.
 """
 
 from __future__ import annotations
@@ -29,10 +27,8 @@ def allocate(
     make_buffer: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
-    """Replace every tensor on the meta device by ``make(tensor)``; tied ones remain one.
-
-    ``make_buffer`` replaces ``make`` for buffers, which may have another device than the parameters. ``finish`` gets
-    every new parameter before the next is made.
+    """Replace every tensor on the meta device by ``make(tensor)``, a buffer by ``make_buffer(tensor)`` where it has
+    another device; tied ones remain one. ``finish`` gets every new parameter before the next is made.
     """
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -51,10 +47,8 @@ def allocate(
 
 @contextmanager
 def blocks_freed_at_once() -> Iterator[None]:
-    """Inside, freed blocks of 1 MiB and more are returned to the system at once.
-
-    glibc keeps those below a threshold, which rises to 32 MiB. Fragmented by small blocks, the memory kept while a
-    model is sharded would be as large as a second shard.
+    """Inside, freed blocks of 1 MiB and more return to the system at once: glibc keeps those below a threshold, which
+    rises to 32 MiB, and while a model is sharded the fragmented memory would be as large as a second shard.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
     if mallopt:

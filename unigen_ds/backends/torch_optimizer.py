@@ -42,7 +42,6 @@ class TorchOptimizerBackend(Backend):
     def _own(
         self, model: Any, masters: dict[str, nn.Parameter], groups: Sequence[ParamGroup], cfg: OptimizerConfig
     ) -> None:
-        """Keep the masters by name and build the optimizer over them."""
         self._model, self._masters, self._cfg = model, masters, cfg
         self._trainable = [name for name, p in masters.items() if p.requires_grad]
         self._scale: LossScale | None = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None

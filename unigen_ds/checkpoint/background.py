@@ -63,10 +63,8 @@ class BackgroundWriter:
         self._sums: dist.PendingSum | None = None
 
     def start(self, attempt: Save, trained: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy the tensors of an announced save, and let them be written. Returns when they may change. Collective; an
-        error is raised by ``finish``, on every rank.
-
-        ``trained``: the tensors that must be finite, by name.
+        """Copy the tensors of an announced save, and let them be written; then they may change. ``trained``: those that
+        must be finite, by name. Collective; an error is raised by ``finish``, on every rank.
         """
         self._attempt, self._answer, self._ended, self._failed = attempt, None, False, False
         try:
@@ -86,10 +84,8 @@ class BackgroundWriter:
         self._sums = dist.PendingSum([0.0, float(self._failed)])
 
     def finish(self, *, wait: bool = False) -> Path | None:
-        """The checkpoint, once it exists; None while it is still being written. Collective. Raises ``SaveError``, and
-        ``TrainingError`` as ``Save.commit``.
-
-        Without ``wait`` it never waits, and sees what the ranks knew at its last call.
+        """The checkpoint, once it exists; None while it is being written: without ``wait`` this never waits, and sees
+        what the ranks knew at its last call. Collective. Raises as ``Save.commit``.
         """
         while True:
             assert self._attempt is not None and self._sums is not None

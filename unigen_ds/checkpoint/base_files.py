@@ -1,9 +1,8 @@
 """The files of the base of adapters: where they are, and that they are those that the adapters were trained on.
 
-A checkpoint of adapters lacks the base, so its manifest has a record of the base's files (``Base``): the folders as
-``model.pretrained`` names them, and size and hash of each file that decides a number: weights, and the configs of the
-model. The hash is computed when a run starts and whenever a checkpoint is opened.
-``CheckpointHook(save_base=True)`` copies the files into ``base`` beside the checkpoints, where a checkpoint finds them
+A checkpoint of adapters lacks the base: its manifest records (``Base``) the folders as ``model.pretrained`` names them,
+and size and hash of each file that decides a number (weights, configs). Files are hashed when a run starts and whenever
+a checkpoint is opened. ``CheckpointHook(save_base=True)`` copies them beside the checkpoints, where they are found
 first.
 """
 
@@ -69,10 +68,8 @@ def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Fold
 
 
 def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
-    """Copy the files into ``base`` of the folder of the checkpoints, complete or not at all, with others of their
-    folders that are small, as tokenizers are. None: a copy is there.
-
-    Raises ``CheckpointError`` where a file has changed, or the copy cannot be written.
+    """Copy the files into ``base`` of ``checkpoint_dir``, complete or not at all, with small others of their folders,
+    as tokenizers are; None: it is there. Raises ``CheckpointError`` for a changed file, or a failed copy.
     """
     out = checkpoint_dir / FOLDER
     if out.exists():

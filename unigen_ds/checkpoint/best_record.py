@@ -1,8 +1,7 @@
 """The best checkpoint of a run: what checkpoints record of it, and where it is.
 
-Each checkpoint has it in ``hooks.json``, as the state of ``BestHook``: ``{"best": {...}}``.
-So after a resume from any checkpoint the best is the best up to there. The file ``best_checkpoint`` of the work dir
-names it in one line, for people and other tools: a hint, as ``last_checkpoint`` is.
+Each checkpoint has it in ``hooks.json``, as the state of ``BestHook``, so after a resume from any the best is the best
+up to there. The file ``best_checkpoint`` of the work dir names it in one line: a hint, as ``last_checkpoint`` is.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ def better(value: float, than: float | None, *, rule: str) -> bool:
 
 
 def best_of(directory: Path) -> tuple[Path, Best] | None:
-    """Folder and value of the best checkpoint, as the newest checkpoint of a work dir, or the one that ``directory``
-    is, has it. None where none was found yet.
-
-    Raises ``CheckpointError`` where there is no complete checkpoint, or the best one is gone.
+    """Folder and value of the best checkpoint, as the newest of a work dir (or the one that ``directory`` is) has it;
+    None before the first. Raises ``CheckpointError`` where no checkpoint is complete, or the best one is gone.
     """
     newest = directory
     if not store.is_checkpoint_name(directory.name):

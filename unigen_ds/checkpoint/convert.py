@@ -1,10 +1,9 @@
 """Merge a checkpoint into plain weight files under the model's own names: ``pytorch_model.bin`` or safetensors.
 
-In: a checkpoint of any layout, with or without a manifest. Out: a folder with the files that DeepSpeed's
-``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), which
-``model.load_state_dict(torch.load(file))`` accepts. Tensors are streamed in bounded pieces (``system/outputs.py``).
-
-``digests.json`` beside them has their digests. ``out`` appears complete or not at all (``new_directory``).
+In: a checkpoint of any layout, with or without a manifest. Out: a folder, complete or not at all, with the files that
+DeepSpeed's ``zero_to_fp32`` would write (one file, or shards of at most ``max_shard_size`` and an index), and their
+digests, ``digests.json``; ``model.load_state_dict(torch.load(file))`` accepts them. Tensors are streamed in bounded
+pieces.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Source:
     """The weights of a checkpoint, ready to be read."""
 
     directory: Path
-    """The folder of its files."""
     reader: PieceReader
     average: PieceReader | None
     """The EMA's tensors."""
@@ -77,9 +75,7 @@ class Source:
 
 def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     """Open a checkpoint or a file of weights; of a work dir, or a folder of DeepSpeed's, the one its hint names, or
-    ``tag``.
-
-    Raises ``CheckpointError`` where it is incomplete or of an unknown layout.
+    ``tag``. Raises ``CheckpointError`` where it is incomplete or of an unknown layout.
     """
     directory = locate(checkpoint, tag)
     if not (directory / FILE_NAME).is_file():
@@ -100,8 +96,6 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of ``merge``."""
-
     files: list[str]
     num_tensors: int
     numel: int

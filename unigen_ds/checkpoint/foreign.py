@@ -64,12 +64,8 @@ _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}(?P<ending>\.\w+)$")
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
-    """The folder or the file of weights that ``path`` means: see the table above.
-
-    Args:
-        tag: name of the folder below ``path``, instead of what a hint there names.
-
-    Raises ``CheckpointError`` when there is none.
+    """The folder or the file of weights that ``path`` means: see the table above. ``tag``: name of the folder below it,
+    instead of what a hint there names. Raises ``CheckpointError`` when there is none.
     """
     path = folder_of(path, where="MODEL")
     if not path.exists():
@@ -115,10 +111,7 @@ def _fsdp_folder(folder: Path) -> Path | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of plain weights that ``path`` means; none where it has none.
-
-    Raises ``CheckpointError`` where a file of an index is missing.
-    """
+    """The files of plain weights that ``path`` means, if any. ``CheckpointError`` where one of an index is missing."""
     indexes = [path] if path.name.endswith(".index.json") else []
     if path.is_file() and not indexes:
         return [path]
@@ -155,7 +148,6 @@ class ForeignState:
     accumulative_counts: int | None = None
     dp_size: int | None = None
     frozen: frozenset[str] = frozenset()
-    """Parameters that were not trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +157,7 @@ class Foreign(ForeignState):
     directory: Path
     """The folder of the files, below that of the tag; or the one file."""
     layout: str = "registered"
-    """``deepspeed``, ``dcp`` or ``safetensors``, as in a manifest; or ``torch``; ``published``, by a family; or
-    ``registered``, in ``FOREIGN_STATES``."""
+    """As in a manifest; or ``torch``; ``published``, by a family; or ``registered``, in ``FOREIGN_STATES``."""
     unknown: tuple[str, ...] = ()
     """One sentence for each thing that cannot be known."""
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -209,11 +200,7 @@ def is_known(path: Path) -> bool:
 
 
 def read_foreign(path: Path, *, tag: str | None = None) -> Foreign:
-    """Read a checkpoint that has no manifest. No collective; nothing is written, nothing executed.
-
-    Args:
-        path: the folder with the files, one of the files, or the folder above with a hint (``HINTS``).
-        tag: name of the folder below, instead of the one that ``latest`` names.
+    """Read a checkpoint without a manifest; arguments as of ``locate``. No collective; writes and executes nothing.
 
     Raises ``CheckpointError`` where it is no checkpoint of a known layout, or is incomplete, or wants to run something.
     """

@@ -30,10 +30,7 @@ RUN = "run_id.txt"
 
 
 def home_of(directory: Path) -> Path:
-    """The folder of the checkpoints of the run whose work dir ``directory`` is; any other path as it is.
-
-    Raises ``CheckpointError`` where the work dir names a folder that is not there.
-    """
+    """The folder of the checkpoints of a work dir (``CheckpointError`` where that is gone); any other path as it is."""
     line = read_line(directory / HINT)
     if line is None:
         return directory
@@ -47,15 +44,11 @@ def home_of(directory: Path) -> Path:
 
 
 def run_of(home: Path) -> Path:
-    """The work dir of the run whose checkpoints ``home`` has."""
     return Path(read_line(home / OWNER) or home)
 
 
 def check_home(work_dir: Path, home: Path) -> None:
-    """Refuse a ``home`` with which a start would not see the checkpoints of its own run, or would use another run's.
-
-    Reads files only. Raises ``ConfigError``.
-    """
+    """Raise ``ConfigError`` for a ``home`` without the checkpoints of this run, or with another's. Reads files only."""
     line = read_line(work_dir / HINT)
     before = work_dir if line is None else Path(line)
     if not same(before, home) and (held := store.list_checkpoints(before)):
@@ -84,10 +77,7 @@ def check_home(work_dir: Path, home: Path) -> None:
 
 
 def claim(work_dir: Path, home: Path) -> None:
-    """Write the two files; a work dir with its own checkpoints has none. Called on rank 0, with both folders locked.
-
-    Raises ``ConfigError`` as ``check_home``, for another run may have had the lock in between.
-    """
+    """Write the two files (rank 0, both folders locked). Checks again: another run may have had the lock in between."""
     check_home(work_dir, home)
     if same(work_dir, home):
         for name in (HINT, OWNER):
@@ -126,10 +116,8 @@ FILE_NAME = ".lock"
 
 
 class WorkDirLock:
-    """Held from construction until ``release``. ``exclusive`` is False where the file system has no locks.
-
-    ``key``: of the config that names the folder. Raises ``ConfigError`` when another process holds it or the folder
-    cannot be written.
+    """Held from construction until ``release``. ``exclusive`` is False where the file system has no locks. Raises
+    ``ConfigError``, naming the config's ``key``, when another process holds it or the folder cannot be written.
     """
 
     def __init__(self, work_dir: Path, *, key: str = "work_dir") -> None:

@@ -1,8 +1,4 @@
-"""Checkpoints as text for people: a table of a work dir, what is wrong with each, and one manifest as text.
-
-In: a work dir or a checkpoint directory. Out: lines of text. Only manifests are read, except by ``problems``, which
-reads every byte of every file.
-"""
+"""Checkpoints as text for people, from manifests alone: only ``problems`` reads every byte of every file."""
 
 from __future__ import annotations
 
@@ -25,10 +21,7 @@ COMPLETE, NEXT, ABANDONED = "complete", "complete, --resume uses it", "complete,
 
 
 def find_checkpoints(directory: Path) -> list[Found]:
-    """The checkpoints of a work dir, oldest first, or the one that ``directory`` is.
-
-    Raises ``CheckpointError`` when there is none.
-    """
+    """The checkpoints of a work dir, oldest first, or the one that ``directory`` is; ``CheckpointError`` for none."""
     if not directory.exists():
         raise store.missing(directory)
     if not directory.is_dir():
@@ -73,10 +66,7 @@ def table(directory: Path) -> list[str]:
 
 
 def best(directory: Path) -> list[str]:
-    """Path, metric, value and update of the best checkpoint of a work dir.
-
-    Raises ``CheckpointError`` where the run has none, or it is gone.
-    """
+    """Path, metric, value and update of the best checkpoint of a work dir. Raises ``CheckpointError`` for none."""
     find_checkpoints(directory)
     record = best_of(home_of(directory).resolve())
     if record is None:

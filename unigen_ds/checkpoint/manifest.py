@@ -52,8 +52,6 @@ FULL = "full"
 """Folder of a checkpoint that was saved with ``CheckpointHook(form='both')``: the same checkpoint, consolidated."""
 _SHOWN = 300
 """Characters of an error that a message repeats: the error of a damaged file may be of any length."""
-
-
 _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "pillow", "mmengine", "deepspeed")
 
 
@@ -98,14 +96,11 @@ class Base:
 
     @property
     def is_here(self) -> bool:
-        """Whether the folders exist on this machine."""
         return all(path.exists() for _, path in parts_of(self.path))
 
 
 @dataclass
 class Manifest:
-    """See the module docstring."""
-
     commit: int
     parent: str | None
     progress: Progress

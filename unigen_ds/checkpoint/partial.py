@@ -36,8 +36,6 @@ _PIECE = 1 << 22
 
 Key = tuple[str, str]
 """(kind, name)."""
-
-
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors that have a row for each token."""
 Pair = Annotated[tuple[str, str], BeforeValidator(as_tuple)]
@@ -72,7 +70,6 @@ class LoadSettings(Section):
         return pairs
 
     def revised(self, name: str) -> str:
-        """The name after every replacement, in order."""
         for pattern, replacement in self.revise_keys:
             name = re.sub(pattern, replacement, name)
         return name
@@ -92,9 +89,7 @@ class _Stored(NamedTuple):
 
 @dataclass
 class Fit(Misfit):
-    """Which tensor of a checkpoint is loaded into which tensor of a model. ``missing`` and ``reshaped`` ones keep their
-    initial values, ``unexpected`` ones are not loaded.
-    """
+    """Which stored tensor is loaded into which of a model: ``missing`` and ``reshaped`` ones keep initial values."""
 
     sources: dict[Key, Key] = field(default_factory=dict)
     """(kind, name) in the model -> in the checkpoint."""
@@ -137,9 +132,7 @@ class Fit(Misfit):
                 yield kind, f"{len(names)} {what}: {first_names(names, '; ')}"
 
     def check(self, cfg: LoadSettings, *, first: Sequence[str] = ()) -> None:
-        """Raises ``CheckpointError`` for what is not allowed, and where nothing at all would be loaded. ``first``: what
-        explains the differences, in words.
-        """
+        """Raises ``CheckpointError`` for what is not allowed, or if nothing fits. ``first``: explanations, in words."""
         refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
         if refused:
             if self.option:
@@ -212,11 +205,7 @@ def fit(
 
 
 def _renaming(stored: Collection[str], parameters: Sequence[Sequence[str]], buffers: set[str]) -> str:
-    """``Fit.option``: the stored name that ends most as the longest name of the model shows the prefix.
-
-    Args:
-        parameters: all names of each.
-    """
+    """``Fit.option``: the stored name that ends most as the model's longest (of ``parameters``) shows the prefix."""
     longest = max((names[0] for names in parameters), key=len).split(".")
     parts = {name: name.split(".") for name in stored}
     ends = {name: 0 for name in parts}  # how many members at the end are the same

@@ -152,9 +152,8 @@ def _outcome(action: Callable[[], Any]) -> _Outcome:
 
 
 class Save:
-    """One checkpoint on its way to the disk: ``announce``, ``write``, ``commit``.
-
-    ``write`` uses no collective, and needs of the engine's memory only what the outputs read.
+    """One checkpoint on its way to the disk: ``announce``, ``write``, ``commit``. ``write`` uses no collective, and
+    needs of the engine's memory only what the outputs read.
     """
 
     then: Callable[[Path], None] | None = None
@@ -172,9 +171,8 @@ class Save:
         self._written = _Outcome(None)
 
     def announce(self, collect: Callable[[], StateFiles], before: Callable[[], None]) -> None:
-        """Make the staging directory for the files of every rank. Collective; raises ``SaveError``.
-
-        ``collect`` returns the files of this rank. ``before`` is called on rank 0 first of all.
+        """Make the staging directory for the files of every rank, which ``collect`` lists; ``before`` is called on rank
+        0 first of all. Collective; raises ``SaveError``.
         """
 
         def listed() -> tuple[int, int, set[str], Any]:
@@ -205,9 +203,7 @@ class Save:
         self.staging = self._agree(_outcome(listed), prepare)
 
     def write(self, trained: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the files of this rank, and look whether all ``trained`` tensors, by name, are finite. Not collective;
-        an error is raised by ``commit``, on every rank.
-        """
+        """Write this rank's files; look whether all ``trained`` are finite. No collective: ``commit`` raises errors."""
 
         def write_all() -> tuple[list[FileEntry], list[Any], list[str]]:
             assert self.staging is not None
@@ -225,9 +221,8 @@ class Save:
         return final
 
     def _agree(self, outcome: _Outcome, then: Callable[[list[Any]], Any]) -> Any:
-        """``then`` on rank 0 with what each rank's phase returned. Collective; returns rank 0's value.
-
-        Where one of them fails, all ranks raise the same error. What the ranks return goes to rank 0 alone.
+        """``then`` on rank 0 with what each rank's phase returned, which goes to rank 0 alone. Collective; returns rank
+        0's value, or raises the same error on all ranks.
         """
         gathered = dist.gather_to_main(outcome)
         result, failure = dist.broadcast_object(None if gathered is None else self._answer(gathered, then))

@@ -50,7 +50,6 @@ NOT_FINITE = "not_finite_"
 RNG_DIRECTORY, HOOKS_FILE = "rng", "hooks.json"
 WEIGHTS = "weights"
 """Folder beside the checkpoints with exports of weights alone (``CheckpointHook(weights_interval=...)``)."""
-
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
 
@@ -113,9 +112,7 @@ def verify_manifest(
     listing: Sequence[Found] = (),
 ) -> Manifest:
     """The manifest of a checkpoint, without the files that are not ``wanted``; all others are as they were written.
-
-    Every reader of a checkpoint begins here. Raises ``CheckpointError`` naming the file that has changed. What a
-    ``listing`` has is not read again.
+    Every reader begins here. Raises ``CheckpointError`` naming a changed file. Nothing of ``listing`` is read again.
     """
     known = next((one for one in listing if one.path == directory), Found(directory, None, None))
     manifest = known.manifest or Manifest.read(directory)
@@ -205,7 +202,6 @@ def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
 
 
 def is_inside(work_dir: Path, checkpoint: Path) -> bool:
-    """Whether a checkpoint is one of this work dir."""
     return outer(checkpoint.resolve()).parent == work_dir.resolve()
 
 
@@ -220,7 +216,6 @@ def write_hint(work_dir: Path, checkpoint: Path) -> None:
 
 
 def next_commit(work_dir: Path) -> int:
-    """The number of the next commit: one more than any so far."""
     seen = [f.manifest.commit for f in list_checkpoints(work_dir) if f.manifest]
     return 1 + max([Lineage.read(work_dir).last_commit, *seen])
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 DEFAULT_WEIGHT = 1.0
 """Of a loss term that ``loss_weights`` does not name."""
 CAUSAL, FULL, NOISE = 0, 1, 2
-"""Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from
-every other split of its document."""
+"""Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from every
+other split of its document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,6 @@ class Batch:
     skipped: tuple[dict[str, str], ...] = field(default=())
     """Samples replaced by padding because they could not be loaded: ``{sample, path, why}``."""
     sample_sources: tuple[int, ...] = field(default=())
-    """Number of the source of each sample."""
     sample_ends: tuple[int, ...] = field(default=())
     """Tokens of the micro-batch up to the end of each sample."""
 
@@ -82,12 +81,10 @@ class Batch:
         return cls(**fields)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """A copy with every tensor changed."""
         tensors, others = self.parts()
         return self.of({name: change(tensor) for name, tensor in tensors.items()}, others)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        """A copy with every tensor on ``device``."""
         return self.changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
@@ -146,7 +143,6 @@ class PackedBatch(Batch):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the micro-batch on this rank."""
         return int(self.position_ids.numel())
 
     @property
@@ -155,19 +151,15 @@ class PackedBatch(Batch):
         return len(self.vit_lengths) + len(self.latent_shapes)
 
     def target_counts(self) -> dict[str, float]:
-        """Number of targets of each loss term (sum of weights for text). Call it on the CPU batch: no device sync."""
         return {"text": float(self.text_target_weight.sum()), "image": float(self.image_target_index.numel())}
 
     def target_positions(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """As of ``Batch``."""
         image = self.image_target_index
         return {"text": (self.text_target_index, self.text_target_weight), "image": (image, torch.ones(image.numel()))}
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A small CPU tensor on ``device``, without waiting for it: a copy to CUDA that does not wait needs page-locked
-    memory.
-    """
+    """A small CPU tensor on ``device``, without waiting: such a copy to CUDA needs page-locked memory."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -190,10 +182,7 @@ def check_counts(counts: Mapping[str, float], *, of: str, declared: Collection[s
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Sums over the targets of one micro-batch, by term (``text`` and ``image`` here). Scalars that carry gradients.
-
-    They are sums, not means: the mean is over the whole update, whose counts only the loop has.
-    """
+    """Sums over the targets of one micro-batch, by term, with gradients. No means: only the loop has all counts."""
 
     sums: Mapping[str, Tensor]
     each: Mapping[str, Tensor] = field(default_factory=dict)
@@ -205,8 +194,7 @@ class LossTerms:
         """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.
 
         The term is multiplied, not left out, so that every parameter takes part in every micro-batch. A value that is
-        not finite has no finite gradient: the engines then skip the update, on all ranks. Raises ``ConfigError`` where
-        ``loss_weights`` has other terms.
+        not finite has no finite gradient: all ranks then skip the update. Raises ``ConfigError`` for other terms.
         """
         check_terms(self.sums, of="LossTerms.sums", declared=loss_weights)
         first, *others = [

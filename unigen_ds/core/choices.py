@@ -3,9 +3,7 @@
 AUTO = "auto"
 """``resume='auto'``, what a bare ``--resume`` means: the newest valid checkpoint, else what the config begins with."""
 BACKEND_WORDS = "single, deepspeed[:zero1|zero2|zero3|...|FILE.json], fsdp[:FULL_SHARD|...]"
-"""``--backend``."""
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
-"""How the processes were started."""
 BATCH_CHOICES = ("refuse", "keep-batch", "keep-lr", "linear", "sqrt")
 """``on_batch_change``: how the learning rate changes when a resume has another effective batch, or that it has not."""
 DATA_CHOICES = ("refuse", "append", "restart")

@@ -1,7 +1,4 @@
-"""Errors a user can act on: each states what was given, what is allowed, and the remedy.
-
-``assert`` is for our own bugs; everything a user, a file or a machine can cause raises one of these.
-"""
+"""Errors a user can act on: what was given, what is allowed, the remedy. ``assert`` is for our own bugs."""
 
 from __future__ import annotations
 
@@ -70,10 +67,8 @@ class UploadError(UnigenError, RuntimeError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; nothing of it is left. Raised on all ranks alike.
-
-    A periodic save that fails is logged, and training continues. The last save of a run, and the save on a signal, end
-    the run with this error: the command line tools exit with 4.
+    """A checkpoint could not be written; nothing of it is left. All ranks raise it. A periodic save that fails is
+    logged, and training continues; the last save of a run, and that on a signal, end the run with exit status 4.
     """
 
     exit_status = 4
@@ -87,12 +82,8 @@ class TrainingError(UnigenError, RuntimeError):
 class UnknownKey(ConfigError):
     """A key that its section does not have.
 
-    Args:
-        key: the key alone.
-        section: where it was found, as shown: ``optim_wrapper.clip_grad``; empty for the top of the config.
-        valid: the keys of that section.
-        hint: what to do about this key; None: the nearest valid one is suggested, or all are listed.
-        problem: how the error begins.
+    ``section``: as shown (``optim_wrapper.clip_grad``); empty for the top of the config. ``valid``: its keys. ``hint``:
+    what to do about this key; None: the nearest valid one is suggested, or all are listed.
     """
 
     def __init__(

@@ -32,9 +32,7 @@ def json_values(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
 
 
 def member_names(members: Sequence[Any]) -> list[str]:
-    """What each member of a list is called where lists are compared: a component by its type and name, wherever it is,
-    anything else by its index. A name that occurs again is numbered.
-    """
+    """Names of members where lists are compared: type and name of a component, else the index; numbered if repeated."""
     names: list[str] = []
     for index, member in enumerate(members):
         parts = [member.get("type"), member.get("name")] if isinstance(member, Mapping) else []

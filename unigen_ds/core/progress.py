@@ -1,9 +1,8 @@
 """How far a run is: counted in data and in updates, never in a bare "step".
 
-``Progress`` is what a checkpoint stores and what schedules are functions of. An iteration is only a view of it,
-because its size depends on the geometry, which may change on resume. ``Ruler`` turns what a user writes (epochs,
-iterations, updates) into sequences, once, with the geometry of the first start; it is stored and never re-made,
-so an interval of "100 iterations" keeps meaning the same amount of data.
+``Progress`` is what a checkpoint stores and what schedules are functions of. An iteration is only a view of it, as its
+size depends on the geometry, which a resume may change. ``Ruler`` turns what a user writes (epochs, iterations, ...)
+into sequences with the geometry of the first start, and is stored: "100 iterations" stay the same amount of data.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Geometry:
 
     @property
     def sequences_per_iteration(self) -> int:
-        """Sequences of one iteration over all ranks."""
         return self.batch_size * self.dp_size
 
     @property
@@ -69,9 +67,8 @@ def split_global_batch(
 
 @dataclass(frozen=True)
 class Progress:
-    """Global completed counts. ``updates`` includes skipped ones: their data was consumed.
-
-    ``epoch`` is the data epoch the next sequence belongs to (the number of passes completed).
+    """Global completed counts. ``updates`` includes skipped ones (their data was consumed); ``epoch``: of the next
+    data.
     """
 
     sequences: int = 0
@@ -93,7 +90,6 @@ class Progress:
         )
 
     def iteration(self, geometry: Geometry) -> int:
-        """Completed iterations, seen through a geometry."""
         return self.sequences // geometry.sequences_per_iteration
 
     def count(self, unit: str) -> int:
@@ -119,14 +115,10 @@ class Duration:
             raise ConfigError(f"a duration of {self.value!r} {self.unit}(s)", allowed="a positive number")
 
     def reached(self, progress: Progress) -> bool:
-        """Whether at least this much is completed."""
         return progress.count(self.unit) >= self.value
 
     def every(self, progress: Progress, previous: Progress) -> bool:
-        """Whether a multiple was crossed between ``previous`` and ``progress``.
-
-        Crossing-safe: it fires once although accumulation or a resume jumped over the multiple.
-        """
+        """Whether a multiple was crossed since ``previous``: once, although accumulation or a resume jumped over it."""
         return math.floor(progress.count(self.unit) / self.value) > math.floor(previous.count(self.unit) / self.value)
 
 

@@ -1,10 +1,8 @@
-"""Named tensors: flat ranges of them, which backends, EMA and checkpoint layouts exchange, what a model has by name,
-and the one comparison of stored tensors with those of a model.
+"""Named tensors: flat ranges of them, what a model has by name, and the one comparison of stored ones with a model's.
 
 ZeRO-1/2 may split a tensor anywhere and FSDP2's ``Shard(0)`` is one flat range, so one type (``Shard``) serves every
-engine. On disk a shard is one safetensors entry ``kind|name|flat_start`` (``shard_key``), 1-D. Loading a checkpoint
-into an engine, the check of a resume, ``load_cfg``, published weights, an average and a model that is only to be used
-differ in what they allow, not in how they compare (``misfit``) or name what differs.
+engine. On disk a shard is one safetensors entry ``kind|name|flat_start`` (``shard_key``), 1-D. All that loads tensors
+differs in what it allows, not in how it compares (``misfit``) or names what differs.
 """
 
 from __future__ import annotations
@@ -59,7 +57,6 @@ class Shard:
 
 
 def shard_key(kind: str, name: str, flat_start: int) -> str:
-    """The safetensors key of a shard."""
     return f"{kind}|{name}|{flat_start}"
 
 
@@ -83,10 +80,8 @@ class Piece(NamedTuple):
 
 
 class PieceReader:
-    """Reads named flat ranges out of a checkpoint, whatever layout it has: a layout only has to call ``add`` for each
-    piece. No collective; safe on every rank.
-
-    ``unique``: the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
+    """Reads named flat ranges of a checkpoint of any layout, which only has to call ``add``. No collective. ``unique``:
+    the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
     """
 
     def __init__(self, *, unique: bool = False) -> None:
@@ -110,10 +105,7 @@ class PieceReader:
         source: str = "",
         shape: Sequence[int] | None = None,
     ) -> None:
-        """Add a piece. Replicas of a range may be added more than once, unless ``unique``; the first is read.
-
-        Raises ``CheckpointError`` naming both sources of an overlap where there must be none.
-        """
+        """Add a piece; of replicas of a range the first is read, and with ``unique`` they raise ``CheckpointError``."""
         if shape is not None:
             self.shapes.setdefault((kind, name), tuple(shape))
         if not numel:
@@ -126,11 +118,9 @@ class PieceReader:
         pieces.insert(at, Piece(start, start + numel, fetch, source))
 
     def kinds(self) -> list[str]:
-        """The kinds of state the checkpoint holds."""
         return sorted({kind for kind, _ in self._pieces})
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of a kind."""
         return sorted(name for k, name in self._pieces if k == kind)
 
     def numel(self, kind: str, name: str) -> int:
@@ -208,9 +198,7 @@ class Misfit:
     """What differs between stored tensors and a model; empty (False) where all fit."""
 
     missing: list[str] = field(default_factory=list)
-    """Names of the model that are not stored."""
     unexpected: list[str] = field(default_factory=list)
-    """Names that are stored and not in the model."""
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Name -> (stored shape, the model's)."""
 

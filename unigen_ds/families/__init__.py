@@ -1,4 +1,1 @@
-"""Kinds of models, one package each: the model, its processor, its published directories, its inference.
-
-``models/`` has the layers that several share.
-"""
+"""Kinds of models, a package each: model, processor, published directories, inference. ``models/``: shared layers."""

@@ -95,7 +95,6 @@ class Family:
     """The class of its processor; the section ``processor`` sets its arguments."""
     needs_tokenizer: ClassVar[bool] = True
     """Whether a config must have a ``tokenizer``."""
-
     drawing: ClassVar[type | None] = None
     """How a picture is drawn: a frozen dataclass, whose fields are the keys of ``flow`` of ``PreviewHook``, of
     ``generation`` of metrics, and of ``tools/generate.py --flow``. None: nothing can be set."""
@@ -207,9 +206,8 @@ TRANSFORMERS_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin
 @contextmanager
 def published_folder(out: Path, tokenizer: Any, source: Path | None, *, without: tuple[str, ...]) -> Iterator[Path]:
     """A new folder ``out``, complete when the block ends or not there: with the files of ``source`` that have none of
-    the endings ``without``, else with the tokenizer's own.
-
-    Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written.
+    the endings ``without``, else with the tokenizer's. Raises ``ConfigError`` where it exists, ``CheckpointError``
+    where it cannot be written.
     """
     with new_directory(out) as folder:
         if source is not None:
@@ -228,7 +226,6 @@ def read_statement(path: Path) -> dict[str, Any]:
 
 
 def families() -> list[Family]:
-    """Every registered family."""
     return [kind() for kind in FAMILIES.module_dict.values()]
 
 

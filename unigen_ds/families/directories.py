@@ -1,7 +1,4 @@
-"""The published directories of all families: which format a folder has, and the sizes that its configs state.
-
-Importing this registers the families of this package. A format of a user's own module is asked before theirs.
-"""
+"""The formats of all families, which importing this registers; a format of a user's own is asked before theirs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch, to_device
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order."""
+"""(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order. A model's
+argument ``attend`` replaces the attention within the batch: for inference on top of cached tokens."""
 
 _MIN_FILL = 0.75  # a document joins a bucket when it fills this share of its padded length
 BLOCK = 128
@@ -51,8 +52,6 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SDPAPlan:
-    """Calls scaled dot-product attention bucket by bucket."""
-
     buckets: tuple[Bucket, ...]
     slot_T: Tensor | None
     """Index of each token in the concatenated buckets; None: the buckets have the tokens in their order."""
@@ -81,8 +80,6 @@ class SDPAPlan:
 
 @dataclass(frozen=True)
 class FlexPlan:
-    """Calls FlexAttention with one block mask."""
-
     block_mask: BlockMask
     attention: Callable[..., Tensor]
 
@@ -102,12 +99,8 @@ AttentionPlan = SDPAPlan | FlexPlan
 
 
 def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex: bool | None = None) -> AttentionPlan:
-    """Plan for the language model.
-
-    Args:
-        batch: defines what each token attends to.
-        row_of: ``row_of[t]`` is the row of token ``t`` in the hidden states; None: row ``t``.
-        use_flex: FlexAttention or SDPA; None: by the batch's device.
+    """Plan for the language model. ``row_of[t]``: the row of token ``t`` in the hidden states; None: row ``t``.
+    ``use_flex``: FlexAttention or SDPA; None: by the batch's device.
     """
     modes_T = batch.split_modes[batch.split_ids]
     device = batch.document_ids.device

@@ -17,13 +17,11 @@ from torch import nn
 
 
 def trains(module: nn.Module) -> bool:
-    """Whether any parameter gets a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
     """Operations a row, forward and backward, of all linear layers of ``module``, which are in forward order.
-
     ``input_grad``: whether the input gets a gradient. Inner inputs do where anything before them trains.
     """
     total = 0.0

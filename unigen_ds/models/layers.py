@@ -1,7 +1,4 @@
-"""Building blocks with the parameter names of Qwen2 and BAGEL.
-
-Shape suffixes: T tokens, D model width, H heads, E head width, L latent patches.
-"""
+"""Building blocks, named as Qwen2's and BAGEL's. T: tokens, D: width, H: heads, E: head width, L: latent patches."""
 
 from __future__ import annotations
 

@@ -50,8 +50,6 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaBackbone(nn.Module):
-    """``embed_tokens``, ``layers``, ``norm``."""
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         width = config["hidden_size"]
@@ -63,10 +61,7 @@ class LlamaBackbone(nn.Module):
         self.activation_checkpointing = False
 
     def forward(self, x_TD: Tensor, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
-        """Input embeddings in token order -> final hidden states.
-
-        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
-        """
+        """Input embeddings in token order -> final hidden states."""
         positions = batch.position_ids.float()
         longest = positions.new_zeros(len(batch.document_lengths))
         longest = longest.scatter_reduce(0, batch.document_ids, positions + 1, "amax")

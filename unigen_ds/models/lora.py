@@ -40,17 +40,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class Adapted:
-    """A record of ``add_adapters``, kept as the attribute ``adapter_record`` of the model."""
+    """What ``add_adapters`` has done: ``adapter_record`` returns it."""
 
     lora: Lora
     layers: tuple[str, ...]
-    """Names of the layers that have an adapter."""
     from_files: frozenset[str]
     """Parameters and buffers, under their present names, that the base's files have whole."""
 
 
 def adapter_record(model: nn.Module) -> Adapted | None:
-    """Return the record of a model with adapters; None where it has none."""
     return model.__dict__.get("adapted")
 
 
@@ -140,9 +138,8 @@ def _peft_config(lora: Lora, layers: Iterable[str]) -> Any:
 
 
 class AdapterWeights(InitialWeights):
-    """A ``ShardReader`` over the base's initial weights, under their present names, and those of the adapters.
-
-    ``base``: the initial weights of a model on the meta device, by the names without adapters; None: it is not there.
+    """A ``ShardReader`` over the initial weights of the adapters and, under their present names, those of ``base``: of
+    a model on the meta device, by the names without adapters; None: it is not there.
     """
 
     def __init__(self, model: nn.Module, base: ShardReader | None, *, seed: int) -> None:
@@ -227,10 +224,7 @@ def rounding(model: nn.Module, dtype: torch.dtype) -> float:
 
 
 def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
-    """Write ``adapter_config.json`` and ``adapter_model.safetensors``, which peft loads on the base's own class.
-
-    ``base``: what the config names as the model that they belong to.
-    """
+    """Write the two files that peft loads on the base's own class. ``base``: the model's name in the config."""
     peft = _peft()
     own = adapter_record(model)
     assert own is not None, "a model with adapters"

@@ -86,8 +86,7 @@ class QuantizedLinear(nn.Module):
 
     packed: Tensor
     scales: Tensor
-    """The bits of fp32 scales, as int32: nothing that casts floating-point tensors (``model.to(bf16)``, an engine, a
-    merge into bf16) may round them."""
+    """fp32 bits as int32: nothing that casts floating-point tensors (``model.to(bf16)``, an engine) may round them."""
 
     def __init__(self, linear: nn.Linear, scheme: str) -> None:
         super().__init__()
@@ -110,9 +109,8 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | None]) -> None:
-    """Replace the linear layers of the named ``parts`` in place; call it when weights are loaded and parts are frozen.
+    """Replace the linear layers of the frozen, loaded ``parts`` in place, except the output head and tied ones.
 
-    Kept as they are: the output head, and layers whose weight is tied to another module's.
     Raises ``ConfigError`` where a scheme or a part is unknown, or a part is trained, and where bitsandbytes is missing.
     """
     Quantize.parse(schemes, where="model.quantize")

@@ -1,7 +1,5 @@
-"""Sections that several families share: sizes of transformers, which parts are packed, and adapters.
-
-With ``pretrained`` a config has only what differs from the files, so a model checks its sizes again as a whole, once
-the files are read (``Section.with_defaults``).
+"""Sections that several families share. With ``pretrained`` a config has only what differs from the files, so a model
+checks its sizes again as a whole, once the files are read (``Section.with_defaults``).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ class Sizes(Section):
 
     rest_from: ClassVar[str | None] = "pretrained"
     path: ClassVar[str]
-    """In a config."""
 
     hidden_size: int = Field(ge=1, description="width; a multiple of `num_attention_heads`")
     intermediate_size: int = Field(ge=1, description="inner width of the feed-forward part of a layer")

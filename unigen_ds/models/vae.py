@@ -228,10 +228,8 @@ class FluxAutoencoder(nn.Module):
         return mean, logvar
 
     def encode(self, images: Tensor, noise: Tensor) -> Tensor:
-        """Latents sampled with ``noise``, in fp32.
-
-        Padding changes them, far from the border too (through the group norms and the attention): pass images of one
-        size, without padding, if they are not to depend on what else is in the batch.
+        """Latents sampled with ``noise``, in fp32. Padding changes them, far from the border too (group norms,
+        attention): pass images of one size, without padding, if they are not to depend on what else is in the batch.
         """
         mean, logvar = (part.float() for part in self.posterior(images))
         return self.scale_factor * (mean + torch.exp(0.5 * logvar) * noise - self.shift_factor)

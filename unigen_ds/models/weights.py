@@ -190,9 +190,8 @@ class InitialWeights(PieceReader):
 
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
-    """The stored tensors that the model accepts. Raises ``CheckpointError`` with all names that do not fit.
-
-    The model gets ``from_files``, the names of the tensors that the files have whole.
+    """The stored tensors that the model accepts; it gets ``from_files``, the names of those that the files have whole.
+    Raises ``CheckpointError`` with all names that do not fit.
     """
     stored = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}

@@ -28,7 +28,6 @@ def run_of(name: str) -> Outcome:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A copy that a test may damage."""
     return Path(shutil.copytree(run_of("FULL_SHARD@2-fp32").checkpoints[-1], tmp_path / "iter.pth"))
 
 

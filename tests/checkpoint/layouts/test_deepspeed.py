@@ -25,14 +25,12 @@ def run_of(name: str) -> Outcome:
 
 @pytest.fixture
 def checkpoint(tmp_path, request) -> Path:
-    """A copy, which a test may damage, of the run named by the parameter (ZeRO-2 by default)."""
     name = getattr(request, "param", "zero2@2-fp32")
     return Path(shutil.copytree(run_of(name).checkpoints[-1], tmp_path / "iter.pth"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_have_the_names_that_deepspeed_gives_them(name):
-    """``bf16_`` if bf16 is enabled; ZeRO-3 has model states of every rank."""
     bf16, zero3 = "bf16_" if name.endswith("bf16") else "", name.startswith("zero3")
     ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)]
     wanted = [f"{bf16}{rank}_optim_states.pt" for rank in ranks]

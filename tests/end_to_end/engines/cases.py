@@ -53,7 +53,6 @@ class Phase:
     config: dict[str, Any]
     max_updates: int = UPDATES
     killed: bool = False
-    """It must end by SIGKILL."""
     data: str = "digits/mixed.jsonl"
     """Below the folder of the launch's data, which ``{data}`` stands for in ``config``."""
     config_file: str | None = None
@@ -96,9 +95,7 @@ def plain(engine: str, world: int, updates: int, **overrides: Any) -> Job:
 
 
 def equivalence(*, full: bool) -> list[Job]:
-    """Everybody against ``single@1``; ``single_8x1`` is the same update cut once. Of one process ``make test`` has one
-    engine for each kind of sharding.
-    """
+    """Everybody against ``single@1``; ``single_8x1`` is the same update cut once. Not ``full``: one process of few."""
     num = MATRIX_UPDATES if full else UPDATES
     jobs = [plain("single", 1, num), Job("single_8x1", [Phase(1, config("single", 1, geometry=(8, 1)), num)])]
     jobs += [plain(engine, 2, num) for engine in (*ENGINES, "zero3_preset", "FULL_SHARD_offload")]
@@ -181,7 +178,6 @@ def killed_and_straight(name: str, phase: Phase, *, previews: Sequence[dict[str,
 
 
 OWN_RECORDS = 51
-"""Of ``users.OwnDataset``."""
 
 
 SAVERS = (

@@ -1,7 +1,5 @@
-"""Whether a run consumed its data exactly, from what the batches of its processes really held (``users.RecordHook``).
-
-The reference is the run of one process that was never stopped. The package is asked for one thing alone: how many
-sequences each window of the packing has.
+"""Whether a run consumed its data exactly, from the batches of its processes (``users.RecordHook``), against one
+process never stopped. The package is asked for one thing alone: how many sequences each window of the packing has.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ WANDB: dict[str, Any] = {  # W&B writes its file every 15 s otherwise, and a kil
 
 
 def watched(*, full: bool) -> list[Job]:
-    """Both writers in a run of two processes that is killed with SIGKILL in update 7, and resumed by one process from
-    update 5.
-    """
+    """Both writers, of two processes killed with SIGKILL in update 7, resumed by one process from update 5."""
     writers = {
         "visualizer": {"vis_backends": [WANDB, {"type": "TensorboardVisBackend"}]},
         "default_hooks__checkpoint__interval": 2 * WATCHED_SAVED_AT,

@@ -36,8 +36,6 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One job's work dir."""
-
     folder: Path
 
     @cached_property
@@ -47,7 +45,6 @@ class Outcome:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Oldest first."""
         return [found.path for found in store.list_checkpoints(self.folder) if found.problem is None]
 
     @cached_property
@@ -71,7 +68,6 @@ class Outcome:
         return [json.loads(line) for line in text.splitlines()]
 
     def memory(self) -> list[dict[str, int]]:
-        """Bytes counted by each rank (``users.MemoryHook``)."""
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
 
     def counted(self) -> list[dict[str, int]]:
@@ -80,15 +76,12 @@ class Outcome:
 
 
 def tensors(checkpoint: Path) -> Tensors:
-    """Every tensor of a checkpoint."""
     return {key: read().clone() for key, read in store.tensors_of(checkpoint, Manifest.read(checkpoint)).items()}
 
 
 class Launched:
-    """Jobs of one worker, which has begun.
-
-    Args:
-        on_demand: begin each job, with what it resumes from, when ``outcome`` asks for it: one test of many is run.
+    """Jobs of one worker, which has begun; ``on_demand``: each, with what it resumes from, when ``outcome`` asks for
+    it.
     """
 
     def __init__(self, out: Path, jobs: Sequence[Job], *, on_demand: bool = False, timeout_s: float = 3000.0) -> None:
@@ -220,7 +213,6 @@ class Deviation:
     relative_l2: float
     """The largest over tensors."""
     where: str
-    """The tensor of the largest."""
     absolute: float
     """The largest element among the tensors whose true gradient is zero."""
 

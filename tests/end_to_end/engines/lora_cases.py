@@ -15,7 +15,6 @@ CHAINS: dict[str, tuple[tuple[str, int], ...]] = {
 MORE: dict[str, tuple[tuple[str, int], ...]] = {"qlora": (("zero1", 2), ("zero2", 2))}
 """Those that follow in the whole matrix."""
 LINK = 2
-"""Updates of an engine."""
 _DECODER = r"self_attn\.(q|v)_proj|down_proj"
 LAYERS = {"dora": _DECODER, "qlora": r"language_model.*(q|v)_proj|connector"}
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -68,6 +67,5 @@ def others() -> list[Job]:
 
 
 def link(kind: str, number: int) -> str:
-    """Name of the job of a chain's engine."""
     engine, world = (*CHAINS[kind], *MORE.get(kind, ()))[number]
     return f"lora/{kind}/{number}-{engine}@{world}"

@@ -60,7 +60,6 @@ def mixtures(*, full: bool) -> list[Job]:
 
 
 def steps_of(name: str) -> tuple[Step, ...]:
-    """Of a job's name."""
     return STEPS if name == "mixture/engines" else OF_ONE[name.rpartition("/only-")[2]]
 
 

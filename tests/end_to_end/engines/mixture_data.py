@@ -36,24 +36,18 @@ FILTERS: dict[str, list[dict[str, Any]]] = {
 
 @REGISTRY.register_module()
 class NotWide(RecordFilter):
-    """A user's own filter, of the sizes of images."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return all(max(size) <= MAX_RATIO * min(size) for size in record.image_sizes)
 
 
 @REGISTRY.register_module()
 class NotBrief(RecordFilter):
-    """Another one, of texts."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return len(record.texts[0]) >= MIN_CHARACTERS
 
 
 @REGISTRY.register_module()
 class NotNineFirst(RecordFilter):
-    """And another one."""
-
     def keeps(self, record: CheckedRecord) -> bool:
         return not record.texts[0].startswith("nine")
 

@@ -105,7 +105,6 @@ def models(*, full: bool) -> list[Job]:
 
 
 def _answering(made: Phase) -> Phase:
-    """With the model's answers to some records at the end."""
     kinds = ["text", "image"] if made.data.startswith("drawings") else ["text"]
     hook = {"type": "AnswersHook", "at_update": MODEL_UPDATES, "data_path": "{data}/" + made.data, "kinds": kinds}
     return replace(made, config={**made.config, "custom_hooks": [*made.config["custom_hooks"], hook]})

@@ -14,8 +14,6 @@ from unigen_ds.hooks.base import Hook, Run
 
 
 class _WithVelocity(torch.optim.Optimizer):
-    """The arguments of both."""
-
     def __init__(
         self, params: Iterable[Any], *, lr: float = 1e-3, weight_decay: float = 0.05, beta: float = 0.8
     ) -> None:

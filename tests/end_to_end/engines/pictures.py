@@ -43,10 +43,7 @@ def write_drawings(folder: Path) -> Path:
 
 
 def write_talks(folder: Path) -> Path:
-    """For ``VLM``: conversations about pictures of one, three and five tiles, and about none; and its tokenizer.
-
-    ``texts.jsonl``: those without a picture, for models that read none.
-    """
+    """For ``VLM``: conversations about one, three, five or no tiles; its tokenizer; ``texts.jsonl``: those of none."""
     character_tokenizer().save_pretrained(folder / "tokenizer")
     sizes = ((12, 14), (32, 16), (30, 32))
     names = [picture(folder / f"{i}.png", width, height, seed=i).name for i, (width, height) in enumerate(sizes)]

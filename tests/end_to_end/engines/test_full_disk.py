@@ -1,7 +1,4 @@
-"""A save that fails on any rank, at any write, fails on all ranks, leaves nothing, and changes nothing of the training.
-
-Every engine, the failure on each rank, at the first save of the run.
-"""
+"""A save that fails on any rank, at any write, fails on all, leaves nothing, and changes nothing of the training."""
 
 from __future__ import annotations
 

@@ -73,7 +73,6 @@ def test_adapters_of_other_models_train_and_are_merged(kind, tmp_path):
 
 
 def without(model):
-    """The base again."""
     for name, parameter in model.named_parameters():
         if ".lora_B." in name:
             torch.nn.init.zeros_(parameter)

@@ -17,10 +17,7 @@ SLACK = 200_000
 
 
 def expected(engine: str, world: int, trainable: int, frozen: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer state of a rank, in fp32: Adam keeps two moments.
-
-    Before the second iteration's reduction ZeRO-1 has whole gradients.
-    """
+    """Bytes of parameters, gradients and optimizer state of a rank, in fp32; ZeRO-1's gradients are whole at first."""
     t, f = 4.0 * trainable, 4.0 * frozen
     if engine in ("single", "zero1", "zero2"):
         masters = 0.0 if engine == "single" else t / world
@@ -54,8 +51,7 @@ def test_a_plan_is_what_is_counted(tmp_path):
     """``checks/memory/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between
     updates.
 
-    ZeRO-2's last rank begins to keep gradients while the activations of all layers are there, so it is planned, too.
-    Every engine and three models: ``benchmarks/plan_memory.py``.
+    ZeRO-2's last rank begins to keep gradients while all activations are there. More: ``benchmarks/plan_memory.py``.
     """
     job = next(job for job in cases.memory() if job.name == "memory/zero2@2")
     counted = runs().outcome(job.name).counted()

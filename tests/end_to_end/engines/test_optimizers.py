@@ -23,7 +23,6 @@ ENGINES = [f"{engine}@{world}" for engine, world in cases.MATRIX_ENGINES]
 
 
 def kinds(found: Tensors) -> dict[str, set[str]]:
-    """Names of the parameters for which each kind of state is stored."""
     names = defaultdict(set)
     for kind, name in found:
         if kind not in ("master", "buffer", "ema"):

@@ -83,7 +83,6 @@ def test_a_failure_on_one_rank_is_a_warning_with_its_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_to_records_are_those_of_one_process(name: str) -> None:
-    """Each record on exactly one rank; the texts equal, the pictures up to rounding."""
     run, single = runs().outcome(name), runs().outcome(name.partition("/")[0] + "/single@1")
     found = [json.loads(path.read_text()) for path in sorted(run.folder.glob("answers_*.json"))]
     (alone,) = [json.loads(path.read_text()) for path in single.folder.glob("answers_*.json")]

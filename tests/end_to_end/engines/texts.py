@@ -16,7 +16,6 @@ LLM = {
 
 
 def write_documents(path: Path) -> None:
-    """Documents of 1 to 19 words."""
     documents = [" ".join(_WORDS[(i * 7 + k * (i % 5 + 1)) % 10] for k in range(1 + i * 5 % 19)) for i in range(240)]
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
 

@@ -139,8 +139,6 @@ class FaultyModel(UnifiedModel):
 
 @HOOKS.register_module()
 class FaultHook(Hook):
-    """Tells a ``FaultyModel`` which update is being computed."""
-
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         for module in run.backend.model.modules():
             if isinstance(module, FaultyModel):
@@ -149,9 +147,7 @@ class FaultHook(Hook):
 
 @MODELS.register_module()
 class OddModel(nn.Module):
-    """A user's own model: odd widths, a tied output head, a frozen tower, a buffer that training changes, a parameter
-    of the root.
-    """
+    """Odd widths, a tied head, a frozen tower, a buffer that training changes, a parameter of the root."""
 
     WIDTH, INNER = 13, 31
 
@@ -199,17 +195,13 @@ class OddModel(nn.Module):
 
 @FAMILIES.register_module()
 class OddFamily(Bagel):
-    """Batches as of ``UnifiedModel``."""
-
     model = OddModel
     published = ()
 
 
 @HOOKS.register_module()
 class RecordHook(Hook):
-    """Per rank: what each micro-batch held, and after which update this start began. Rank 0: the weights before the
-    first update and after the last.
-    """
+    """What each micro-batch of a rank held after which start; and on rank 0 the weights, at begin and end."""
 
     begun = 0
 
@@ -264,8 +256,6 @@ class EncodeHook(Hook):
 
 @HOOKS.register_module()
 class SaveAtOnceHook(Hook):
-    """Saves what was loaded, before the first further update."""
-
     def before_train(self, run: Run) -> None:
         if run.progress.updates:
             run.save_checkpoint("loaded.pth")
@@ -276,10 +266,8 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE, errno.EDQUOT)
 
 @HOOKS.register_module()
 class FullDiskHook(Hook):
-    """Saves while the N-th change of the disk by one rank fails, for every N and every rank, until none fails.
-
-    The errors take turns. ``faults.json`` of the work dir: each attempt's rank, error, failed call, messages, and
-    what it left in the work dir. With ``async_save`` calls of the last rank's writer fail.
+    """Saves while the N-th change of the disk by one rank fails, for every N and rank, until none fails; errors take
+    turns. ``faults.json``: each attempt. With ``async_save`` calls of the last rank's writer fail.
     """
 
     def __init__(self, *, at_update: int) -> None:
@@ -336,9 +324,7 @@ class FullDiskHook(Hook):
 
 @HOOKS.register_module()
 class StructureHook(Hook):
-    """Per rank, after the last update: the sharding units, the piece of every weight that is held here, and how many
-    graphs ``torch.compile`` made.
-    """
+    """Per rank, at the end: sharding units, the piece of every weight held here, graphs of ``torch.compile``."""
 
     def after_train(self, run: Run) -> None:
         modules = run.backend.model.named_modules()
@@ -374,9 +360,7 @@ class RunnerSeen(mmengine.hooks.Hook):
 
 @HOOKS.register_module()
 class StepsHook(Hook):
-    """Of every update of DeepSpeed's optimizer a line of ``steps_<rank>.jsonl``: of each step count of this rank
-    ``[value, dtype, its device, device of the weights, fused]``.
-    """
+    """A line of ``steps_<rank>.jsonl`` for each update, of each step count ``[value, dtype, devices, fused]``."""
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         optimizer: Any = run.backend._zero.optimizer  # type: ignore[attr-defined]
@@ -420,15 +404,10 @@ class KillHook(Hook):
 
 @HOOKS.register_module()
 class MemoryHook(Hook):
-    """Counts the bytes of all live tensors of this rank and writes them to ``memory_<rank>.json``.
-
-    ==========  ====================================================================================
-    parameters  alive after ``prepare``: masters and low-precision copies (buckets are made later)
-    optimizer   what the first step adds
-    sharded     gradients: before the second micro-batch of update 3, less what is alive after update 2
-    gradients   gradients: just before the step of update 3, less what is alive after update 2
-    gathered    weights that stay gathered between the forward and the backward pass of update 3
-    ==========  ====================================================================================
+    """Counts the bytes of all live tensors of this rank and writes them to ``memory_<rank>.json``: ``parameters`` after
+    ``prepare`` (masters, low-precision copies), ``optimizer`` (what the first step adds); of update 3, less what is
+    alive after update 2, gradients before the second micro-batch (``sharded``) and before the step (``gradients``), and
+    weights that stay ``gathered`` between forward and backward pass.
     """
 
     def __init__(self) -> None:

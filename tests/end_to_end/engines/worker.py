@@ -39,8 +39,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive 
 
 @dataclass
 class Running:
-    """A phase of a job at work."""
-
     job: dict[str, Any]
     number: int
     group: int = 0
@@ -54,8 +52,6 @@ class Running:
 
 
 class Pool:
-    """Starts phases while few processes run and collects how they ended."""
-
     def __init__(self, jobs: list[dict[str, Any]], out: Path) -> None:
         self.out, self.left, self.running = out, [*jobs], list[Running]()
         self.names = {job["name"] for job in jobs}
@@ -146,12 +142,10 @@ def _kill(group: int) -> None:
 
 
 def _logs(folder: Path, number: int) -> str:
-    """The ends of what the processes of a phase printed."""
     return "\n".join(f"-- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob(f"{number}.*.log")))
 
 
 def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, group: int) -> None:
-    """A forked process: never returns."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

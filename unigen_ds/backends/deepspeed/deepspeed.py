@@ -58,8 +58,8 @@ def _choose_accelerator() -> None:
 
 
 def leave_out_operator() -> None:
-    """On a CPU DeepSpeed would compile an operator at the start for minutes; and after a build that was killed
-    for ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
+    """On a CPU DeepSpeed would compile an operator at the start for minutes; and after a build that was killed for
+    ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
     """
     comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
     comm.build_shm_op = lambda: None
@@ -83,9 +83,7 @@ def _dict_to_terms(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _skip_modules_without_parameters(module: nn.Module) -> None:
-    """ZeRO-3 demands that all ranks run the modules that it hooks in the same order. An autoencoder of buffers runs
-    once for each size of image, which differs from rank to rank, so its modules get no hooks.
-    """
+    """ZeRO-3's hooks need one order on all ranks; a VAE of buffers runs once for each image size, so it gets none."""
     from deepspeed.utils import set_z3_leaf_module
 
     for child in module.children():
@@ -410,17 +408,13 @@ class DeepSpeedBackend(Backend):
             scaler.last_overflow_iter = scaler.cur_iter - good_updates - 1
 
     def state_files(self) -> StateFiles:
-        """DeepSpeed's own files, without the scripts that it copies into the folder (our tools replace them).
-
-        ``save_checkpoint`` has barriers in it; ``CapturedSave`` lists the content of the files instead of writing them.
-        """
+        """DeepSpeed's own files but its scripts, listed by ``CapturedSave``: its ``save_checkpoint`` has barriers."""
         captured = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
         with captured.installed(self._engine):
             self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
         return StateFiles("deepspeed", captured.outputs)
 
     def close(self) -> None:
-        """Release the engine, so that another can be used in the same process."""
         if self._engine is None:
             return
         self._engine.destroy()

@@ -24,8 +24,6 @@ AUTO = "auto"
 TESTED_VERSION = "0.19.8"
 ALLOWED_VERSIONS = ">=0.19.8,<0.20"
 """Versions of DeepSpeed: its private attributes change between releases. ``setup.py`` reads the line above."""
-_READ_LATER = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
-"""Keys that DeepSpeed's engine reads, not its config."""
 
 
 def load_ds_config(spec: str | Path | Mapping[str, Any]) -> dict[str, Any]:
@@ -66,8 +64,6 @@ def offloads(config: Mapping[str, Any]) -> list[str]:
 
 OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
 """Sections that our config has under every engine, and its name for each."""
-
-
 _REFUSED = (
     ("data_types", "buffer_dtype", "fp32", "the autoencoder would be rounded, under this engine alone"),
     ("torch_autocast", "enabled", False, "no other engine has it; optim_wrapper.precision is for all"),
@@ -136,13 +132,12 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
 
 
 def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
-    """Have DeepSpeed read what ``fill`` returned. Raises ``ConfigError`` with what it refuses; warns of keys at the top
-    that it does not know, which it ignores without a message.
-    """
+    """Have DeepSpeed read what ``fill`` returned: ``ConfigError`` for what it refuses, a warning for unknown keys."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError  # what DeepSpeed checks with
 
-    reads = {"train_batch_size", *_READ_LATER}
+    # DeepSpeed's engine reads the last two, not its config
+    reads = {"train_batch_size", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 
     class Watched(dict[str, Any]):
         def __contains__(self, key: object) -> bool:

@@ -1,8 +1,6 @@
-"""The files of ``DeepSpeedEngine.save_checkpoint`` as ``Output``s: no disk access while ranks wait for each other.
-
-In: an engine. Out: relative paths and the nested state of each file, which refers to the engine's memory. DeepSpeed
-writes between its barriers, so with a full disk on one rank the others would wait until the time limit.
-Source: DeepSpeed 0.19.8, ``runtime/engine.py: save_checkpoint``.
+"""The files of ``DeepSpeedEngine.save_checkpoint`` as ``Output``s, which refer to the engine's memory: DeepSpeed writes
+between its barriers, so with a full disk on one rank the others would wait until the time limit. Source: DeepSpeed
+0.19.8, ``runtime/engine.py: save_checkpoint``.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ NO_SHARD        replicate: a mesh of (processes, 1), so no second code path is n
 Masters are the sharded fp32 parameters themselves; in bf16 and fp16 FSDP casts them when it gathers, and reduces
 gradients in fp32. Units are the model's ``shard_units()``; the root has the rest.
 
-``torch.distributed.fsdp`` and ``torch.distributed.tensor`` need 0.7 s to be imported: the functions that use them do
-so, because every run imports this module for its settings.
+Functions import ``torch.distributed.fsdp`` and ``.tensor`` (0.7 s): every run imports this module for its settings.
 """
 
 from __future__ import annotations
@@ -159,19 +158,16 @@ class FSDPBackend(TorchOptimizerBackend):
         yield
 
     def backward(self, loss: Tensor) -> None:
-        """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo).
-
-        In fp16 the number of processes is multiplied in ``step``, in fp32: here overflows would be more likely.
+        """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo). In
+        fp16 their number is multiplied in ``step``, in fp32: here overflows would be more likely.
         """
         scale = self._scale.scale if self._scale else float(self.dp_size)
         (loss * scale if scale != 1.0 else loss).backward()
 
     @torch.no_grad()
     def _update(self) -> None:
-        """An optimizer that is not element-wise gets whole matrices, every other one the shards.
-
-        One whole matrix after the other is stepped, as ``single`` does: gathered on each process, which keeps its rows.
-        So no process holds more than one whole matrix; each computes the updates of all of them.
+        """An optimizer that is not element-wise gets whole matrices, one after the other as under ``single``: gathered
+        on each process, which computes all updates and keeps its rows. Every other one gets the shards.
         """
         if not isinstance(self._optimizer, JoinedOptimizer):
             super()._update()
@@ -306,10 +302,10 @@ Written = tuple[str, list[tuple[int, int]]]
 
 
 def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:
-    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here. ``stamp``,
-    as of ``Backend``, is the first item.
+    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here.
 
     Plain tensors are rank 0's: running statistics (BatchNorm) differ between ranks, and one rank's belong together.
+    ``stamp``, as of ``Backend``, is the first item.
     """
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
     from torch.distributed.tensor import DTensor

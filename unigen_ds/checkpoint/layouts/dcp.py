@@ -76,15 +76,13 @@ def read_metadata(directory: Path) -> Any:
 
 
 class DCPReader(PieceReader):
-    """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``backends/fsdp/fsdp.py``), or another
-    trainer's."""
+    """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``fsdp.py``), or another trainer's."""
 
     def __init__(
         self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
     ) -> None:
         super().__init__()
         metadata = read_metadata(directory)
-
         for file in sorted({info.relative_path for info in metadata.storage_data.values()}):
             if not (directory / file).is_file():
                 raise CheckpointError(f"{directory / file} is missing")
@@ -93,10 +91,8 @@ class DCPReader(PieceReader):
         chunks: dict[str, dict[tuple[int, ...], Any]] = {}
         for index, info in metadata.storage_data.items():
             tensor = metadata.state_dict_metadata[index.fqn]
-            if not hasattr(tensor, "size"):
-                continue
             kind, name = names[index.fqn]
-            if kind == _LEFT_OUT:
+            if kind == _LEFT_OUT or not hasattr(tensor, "size"):
                 continue
             if index.fqn not in chunks:  # once for each tensor, not once for each part of it
                 chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in reversed(tensor.chunks)}

@@ -35,7 +35,6 @@ _STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 
 
 def is_deepspeed(name: str) -> bool:
-    """Whether a file of this name is one of DeepSpeed's."""
     return bool(_OPTIM.match(name) or _MODEL.match(name))
 
 

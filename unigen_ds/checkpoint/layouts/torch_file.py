@@ -98,11 +98,7 @@ def load_file(path: Path) -> Any:
 
 
 class TorchReader(PieceReader):
-    """A ``ShardReader`` over plain torch files. Names that share a tensor are tied.
-
-    Attributes:
-        others: keys at the top of the files that are not read (the optimizer's state, an average).
-    """
+    """A ``ShardReader`` over plain torch files. ``others``: keys at their top that are not read (an optimizer's)."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         super().__init__(unique=True)

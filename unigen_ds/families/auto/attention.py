@@ -31,7 +31,6 @@ class Documents:
     """What the layers get in place of a mask."""
 
     lengths: Sequence[int]
-    """Tokens of each document of the row."""
     attend: Attend
 
 

@@ -26,8 +26,6 @@ from unigen_ds.families.chat import ChatImage
 
 Inputs = Mapping[str, Tensor]
 """What an image processor makes of images, by the names of the model's arguments."""
-
-
 _IMAGES = "image_inputs."
 
 
@@ -122,9 +120,8 @@ class ModelBuilder(PackedBuilder):
 
 
 def join(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
-    """Join the inputs of several images. Where shapes differ, they are filled up with zeros, as processors do.
-
-    ``by_sample``: ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.
+    """Join the inputs of several images, filled up with zeros where shapes differ, as processors do. ``by_sample``:
+    ``[1, images, ...]``, one row for a sample; else ``[images, ...]``.
     """
     tensors = {}
     for name in inputs[0] if inputs else ():

@@ -38,7 +38,6 @@ class ModelInferencer(TextInterface):
     def write(
         self, prompts: Sequence[Sequence[Loaded]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
-        """One after the other."""
         tokenizer, texts = self.processor.tokenizer, list[str]()
         write = self._in_step if getattr(self.model, "in_step", False) else self._generate
         for prompt, seed in zip(prompts, seeds, strict=True):
@@ -66,9 +65,7 @@ class ModelInferencer(TextInterface):
 
     @torch.no_grad()
     def _in_step(self, prompt: Sequence[Loaded], max_new_tokens: int, choose: Choose) -> list[int]:
-        """The same where the ranks of a sharding engine make each pass together: every pass is one over the whole
-        document, and has the same modules on every rank.
-        """
+        """The same where ranks make each pass together: one over the whole document, of the same modules on each."""
         document, ids = [*prompt], list[int]()
         num_tokens = len(self._batch(document, adds_plain=False).text_ids)
         left = tokens_left(num_tokens, self.model.max_document_tokens)

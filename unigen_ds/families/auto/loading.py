@@ -96,14 +96,10 @@ def _over(stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def build(auto: str, config: Any, *, attention: str | None, whole: bool) -> Any:
-    """transformers' model of a config, in fp32.
+    """transformers' model of a config, in fp32, by its class ``auto``. ``ConfigError`` for a kind that this lacks.
 
-    Args:
-        auto: name of the class that chooses the model's own.
-        attention: transformers' name of an attention; None: it chooses.
-        whole: with initial values; otherwise its parameters are on the meta device. Buffers always have their values.
-
-    Raises ``ConfigError`` for a kind of model that ``auto`` does not have.
+    ``attention``: transformers' name of one; None: it chooses. ``whole``: with initial values; otherwise parameters are
+    on the meta device. Buffers always have their values.
     """
     import transformers
     from transformers.initialization import no_init_weights

@@ -37,8 +37,7 @@ from unigen_ds.models.weights import PretrainedModel, check_here, match
 from unigen_ds.system.log import logger
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
-"""Largest difference between packed and separate documents, relative to the root mean square of the logits: in fp32,
-and in lower precision."""
+"""Largest difference of packed documents, relative to the root mean square of the logits: fp32, lower precision."""
 _NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
 """Errors of a model's own attention that receives something else than a mask."""
 
@@ -158,9 +157,7 @@ class TransformersModel(PretrainedModel):
         tensor.normal_(std=getattr(text, "initializer_range", None) or 0.02, generator=generator)
 
     def shard_units(self) -> list[nn.Module]:
-        """Layers that an engine may shard and wrap one by one: those that transformers never splits over devices, and
-        those that it computes again for activation checkpointing. The root holds the rest.
-        """
+        """Layers that transformers never splits over devices, or computes again for activation checkpointing."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         names, units = self.transformers_model._no_split_modules or (), dict[str, nn.Module]()
@@ -190,7 +187,6 @@ class TransformersModel(PretrainedModel):
         return self
 
     def forward(self, batch: ModelBatch) -> LossTerms:
-        """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self._compute(batch, batch.text_target_index)
         text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
         return loss_terms({"text": text}, training=self.training)
@@ -233,10 +229,7 @@ class TransformersModel(PretrainedModel):
         return self._compute(batch, torch.arange(batch.position_ids.numel(), device=batch.text_ids.device))
 
     def next_token_logits(self, batch: ModelBatch, *, attend: Attend | None = None) -> Tensor:
-        """Logits ``[D, vocabulary]`` of the token that follows each document.
-
-        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
-        """
+        """Logits ``[D, vocabulary]`` of the token that follows each document."""
         last = torch.tensor(batch.document_lengths).cumsum(0) - 1
         return self._compute(batch, to_device(last, batch.text_ids.device), attend)
 
@@ -252,7 +245,6 @@ class TransformersModel(PretrainedModel):
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._images(batch, in_rows=False)}
 
     def _in_one_row(self, batch: ModelBatch, index: Tensor, attend: Attend | None = None) -> Tensor:
-        """All documents in one row."""
         inputs = {"input_ids": batch.text_ids[None], **self._accept({"position_ids": self.positions(batch)})}
         inputs |= self._images(batch, in_rows=False)
         if not self._inside_documents:
@@ -297,9 +289,7 @@ class TransformersModel(PretrainedModel):
         return next((i for i in (config.pad_token_id, config.eos_token_id) if isinstance(i, int) and i >= 0), 0)
 
     def _images(self, batch: ModelBatch, *, in_rows: bool) -> dict[str, Tensor]:
-        """The model's inputs of images, in the precision of its weights, and the marks of their tokens, for models that
-        read these; ``in_rows``: one row for each document.
-        """
+        """Inputs of images in the precision of the weights, and marks of their tokens; ``in_rows``: by document."""
         if not self.reads_images:
             return {}
         dtype = self.transformers_model.get_input_embeddings().weight.dtype
@@ -337,7 +327,6 @@ class TransformersModel(PretrainedModel):
 
     def _can_pack(self, device: torch.device) -> bool:
         """Whether the model keeps documents of one row apart: what it computes, in short forward passes of its own.
-
         Where its attention is plainly causal SDPA, first with attention inside of each document (``attention.py``).
         """
         model, training, why = self.transformers_model, self.training, ""
@@ -406,9 +395,8 @@ _OWN = "another model, or a family of your own (docs/extending.md)"
 
 
 def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters that a pattern matches anywhere in their names get no gradient; of tied ones any name counts.
-
-    Raises ``ConfigError`` for a pattern that cannot be read or matches nothing, and where nothing remains.
+    """Parameters that a pattern matches anywhere in their names get no gradient; of tied ones any name counts. Raises
+    ``ConfigError`` for a pattern that cannot be read or matches nothing, and where nothing remains.
     """
     parameters = [*model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:

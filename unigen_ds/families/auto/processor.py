@@ -76,7 +76,6 @@ class ModelProcessor(ChatProcessor):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
         return fingerprint("model-plan-1", self.tokenizer.fingerprint, self.pictures is not None)
 
     def builder(self) -> ModelBuilder:
@@ -178,12 +177,8 @@ _GREY = (100, 100, 100)
 
 
 class Pictures:
-    """Makes texts and inputs of images, as the processor of a model's directory does.
-
-    Args:
-        tokenizer: of the same directory, with the files of the processor.
-
-    Raises ``ConfigError`` where there is none, or none that names the tokens of an image.
+    """Makes texts and inputs of images as the processor in the files beside ``tokenizer`` does. Raises ``ConfigError``
+    where there is none, or none that names the tokens of an image.
     """
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
@@ -212,7 +207,6 @@ class Pictures:
         return self._process([Image.new("RGB", size, _GREY)])[1][0]
 
     def inputs(self, image: Image.Image) -> Inputs:
-        """The model's inputs for one image."""
         return self._process([image.convert("RGB")])[0]
 
     @cached_property

@@ -84,12 +84,7 @@ class Contexts:
 
 
 class InterleaveInferencer:
-    """A model that draws and reads.
-
-    Args:
-        model: a ``UnifiedModel`` in evaluation mode.
-        processor: its tokenizer and image transforms.
-    """
+    """A model that draws and reads: a ``UnifiedModel`` in evaluation mode, with its tokenizer and image transforms."""
 
     answers = ("text", "image")
     """What ``complete`` can be asked for."""

@@ -61,10 +61,8 @@ class Routed(nn.Module):
     """A module with two sets of layers: ``<name>`` for text and ViT tokens, ``<name>_moe_gen`` for latent tokens."""
 
     def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
-        """The first ``num_und`` rows through one layer, the rest through the other.
-
-        Both always run, even without a row: every parameter then takes part in every micro-batch with a zero
-        gradient, which ZeRO and FSDP need (without it collectives mismatch).
+        """The first ``num_und`` rows through one layer, the rest through the other. Both run even without a row: every
+        parameter has a gradient, if zero, in every micro-batch, or collectives of ZeRO and FSDP mismatch.
         """
         und, gen = getattr(self, name), getattr(self, name + "_moe_gen")
         return torch.cat([und(x[:num_und]), gen(x[num_und:])])
@@ -232,7 +230,6 @@ class UnifiedModel(PretrainedModel):
 
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-        """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
         sizes = model_sizes(read_pretrained(pretrained) if pretrained else None, config)
         with torch.device("meta"):
@@ -266,7 +263,6 @@ class UnifiedModel(PretrainedModel):
         return {"vae": self.vae, "vit": self.vit_model, "llm": self.language_model, "connector": self.connector}
 
     def forward(self, batch: PackedBatch) -> LossTerms:
-        """Sums of the loss terms over the targets of one micro-batch."""
         self.published = self.published and not self.training
         with torch.no_grad():
             clean_LC = encode_by_size(self.vae, batch, self.latent_patch_size)
@@ -289,10 +285,7 @@ class UnifiedModel(PretrainedModel):
     def hidden_states(
         self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor, *, attend: Attend | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Final hidden states in expert order, and the row of each of the ``T`` tokens in them.
-
-        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
-        """
+        """Final hidden states in expert order, and the row of each of the ``T`` tokens in them."""
         x_TD, order, num_und = self._embed(batch, latents_LC, t_L)
         row_of = torch.argsort(order)
         attend = attend or plan_attention(batch, row_of)
@@ -325,10 +318,7 @@ class UnifiedModel(PretrainedModel):
         return velocity
 
     def next_token_logits(self, batch: PackedBatch, *, attend: Attend | None = None) -> Tensor:
-        """Logits ``[documents, vocabulary]`` of the token that follows each document, whose images are clean.
-
-        ``attend`` replaces the attention within the batch: for inference on top of cached tokens.
-        """
+        """Logits ``[documents, vocabulary]`` of the token that follows each document, whose images are clean."""
         latents_LC = encode_by_size(self.vae, batch, self.latent_patch_size)
         t_L = torch.zeros(batch.timesteps.shape, device=latents_LC.device)
         hidden_TD, row_of = self.hidden_states(batch, latents_LC, t_L, attend=attend)
@@ -336,11 +326,9 @@ class UnifiedModel(PretrainedModel):
         return self.language_model.lm_head(hidden_TD[row_of[last]])
 
     def shard_units(self) -> list[nn.Module]:
-        """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""
         return [*self.vit_model.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
         cost, backbone, vit = self._row_flops, self.language_model.model, self.sizes["vit"]
         image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vit_model))
         text_attention = attention_flops(batch.document_lengths, self.sizes["llm"]["hidden_size"], grad=True)

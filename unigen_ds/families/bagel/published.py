@@ -86,12 +86,11 @@ def read_exported(folder: Path) -> dict[str, Any]:
 
 
 def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: int | None = None) -> Pretrained:
-    """``pretrained``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three.
+    """``pretrained``: a published directory, or ``dict(llm=..., vit=..., vae=...)`` of some of the three. Raises
+    ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
 
     ``vit_select_layer``: the layer of the vision tower that is read, counted from its end; None: as exported, or
     BAGEL's. Weights of the layers after it are not read.
-
-    Raises ``ConfigError`` or ``CheckpointError`` naming the file that is not as it must be.
     """
     if isinstance(pretrained, Mapping):
         return _open_parts(pretrained, vit_select_layer or VIT_SELECT_LAYER)

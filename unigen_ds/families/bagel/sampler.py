@@ -54,9 +54,8 @@ def draw(
     flow: FlowSettings,
     seed: int,
 ) -> list[Tensor]:
-    """One image ``[channels, height, width]`` in about [-1, 1] per prompt. ``size`` = (height, width) in pixels.
-
-    The first noise of image i depends on (seed, i) alone, not on how many are drawn together.
+    """One image ``[channels, height, width]`` in about [-1, 1] per prompt. ``size`` = (height, width) in pixels. The
+    first noise of image i depends on (seed, i) alone, not on how many are drawn together.
     """
     grid = image_grid(processor, size)
     width = processor.latent_channels * processor.latent_patch_size**2

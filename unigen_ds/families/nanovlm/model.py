@@ -140,7 +140,6 @@ class VLM(PretrainedModel):
 
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-        """The sizes of a data processor that this model's config fixes."""
         pretrained = config.get("pretrained")
         _, vit, factor = _sizes(read_published(pretrained) if pretrained else None, config)
         return {"tile_size": vit["image_size"], "vit_patch_size": vit["patch_size"], "pixel_shuffle_factor": factor}
@@ -159,7 +158,6 @@ class VLM(PretrainedModel):
         return int(self.llm_config["max_position_embeddings"])
 
     def forward(self, batch: PackedBatch) -> LossTerms:
-        """The sum of the cross-entropy over the text targets of one micro-batch."""
         logits = self.language_model.lm_head(self._hidden_states(batch)[batch.text_target_index])
         text = text_losses(logits, batch.text_target_ids, batch.text_target_weight)
         return loss_terms({"text": text}, training=self.training)
@@ -174,9 +172,7 @@ class VLM(PretrainedModel):
         return self.language_model.lm_head(self._hidden_states(batch, attend)[last])
 
     def _hidden_states(self, batch: PackedBatch, attend: Attend | None = None) -> Tensor:
-        """``[T, D]``. The vision tower runs even without a patch, so that every parameter takes part in every
-        micro-batch with a zero gradient, which ZeRO and FSDP need.
-        """
+        """``[T, D]``. The tower runs even without a patch: ZeRO and FSDP need a gradient, if zero, of every weight."""
         text = self.language_model.model.embed_tokens(batch.text_ids)
         patches = self.vision_model(batch.vit_patches.to(text.dtype), batch.vit_position_ids, batch.vit_lengths)
         row_of = torch.argsort(torch.cat([batch.text_index, batch.vit_index]))
@@ -184,11 +180,9 @@ class VLM(PretrainedModel):
         return self.language_model.model(embeddings, batch, attend)
 
     def shard_units(self) -> list[nn.Module]:
-        """Modules an engine may shard and wrap one by one, in forward order; the root holds the rest."""
         return [*self.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        """Floating point operations of forward and backward on this micro-batch (``flops.py``)."""
         cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
         image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
         text_attention = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)

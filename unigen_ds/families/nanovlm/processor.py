@@ -74,7 +74,6 @@ class VLMProcessor(ChatProcessor):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that changes a plan (``ConversationProcessor.fingerprint``)."""
         return fingerprint("vlm-plan-1", self.tokenizer.fingerprint, self.tiling, self.tokens_per_tile)
 
     vit_lowest = 0.0

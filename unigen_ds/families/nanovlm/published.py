@@ -215,10 +215,7 @@ def _open_parts(paths: Mapping[str, str]) -> Pretrained:
 
 
 def save_nanovlm(model: Any, directory: Path, *, config: Mapping[str, Any]) -> None:
-    """Write a ``VLM`` as nanoVLM would; quantised weights are unpacked.
-
-    ``config``: its ``config.json``, whose sizes must be the model's.
-    """
+    """Write a ``VLM`` as nanoVLM would, weights unpacked. ``config``: ``config.json``, whose sizes are the model's."""
     check_fixed(config, _nanovlm_sizes(model), CONFIG)
     tensors = to_nanovlm(plain_state_dict(model), patch_size=model.vit_config["patch_size"])
     backbone = model.language_model.model
