@@ -305,9 +305,7 @@ class _Translation:
             self.changes.append(Change("EvaluateHook", "there is no validation"))
 
     def evaluation(self) -> None:
-        """``train_cfg.val_interval`` and ``save_best`` of mmengine's ``CheckpointHook`` -> ``EvaluateHook``, whose own
-        arguments count where the config has one.
-        """
+        """``val_interval`` and ``save_best`` of mmengine -> ``EvaluateHook``, whose own arguments count."""
         interval, best = self.get("train_cfg.val_interval"), self.get("default_hooks.checkpoint.save_best")
         own = next((hook for hook in self.hooks if _evaluates(hook)), None)
         hook = own or {"type": "EvaluateHook"}

@@ -75,10 +75,7 @@ def trace(
     geometry: Geometry,
     fake: bool = True,
 ) -> Traced:
-    """Run the phases. Of several processes the group must be a fake one (``fake_group``).
-
-    ``fake``: without memory; False: the same with memory, on one process alone. Raises what the model or engine raises.
-    """
+    """Run the phases; of several processes in a ``fake_group``. ``fake``: without memory; else on one process alone."""
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build.build_optimizer_config(settings)
     matrix = nn.Parameter(torch.zeros(2, 2))  # one update of it makes the state that has the shape of the weights
