@@ -205,7 +205,6 @@ class Trial:
         return KILLED
 
     def result(self) -> dict[str, Any]:
-        """What was measured, as plain values."""
         spent = spent_by_start(read_work_dir(self.undisturbed).starts)[0]
         updates = max(1, last_update(self.undisturbed / LEDGER_FILE))
         training = {part: getattr(spent, part) for part in PARTS if part not in ("start_up", "repeated")}

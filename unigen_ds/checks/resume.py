@@ -57,8 +57,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
 
     Raises ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
-    settings = Settings.from_config(config)
-    settings = settings.with_resume(AUTO)
+    settings = Settings.from_config(config).with_resume(AUTO)
     template = settings.work_dir or ""
     if PLACE in template:
         with as_launched(world_size or settings.world_size or dist.env_world_size()):

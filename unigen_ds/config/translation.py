@@ -19,8 +19,6 @@ _EMPTY: Sequence[Any] = (None, {}, [], "")
 
 @dataclass(frozen=True)
 class Key:
-    """A key of another trainer."""
-
     why: str
     """Why it is not needed here; empty: only ``remedy`` applies."""
     values: Sequence[Any] = _ALWAYS
@@ -38,8 +36,6 @@ class Key:
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one key."""
-
     source: str
     """``log_level='INFO'``"""
     why: str = ""

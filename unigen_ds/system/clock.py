@@ -122,7 +122,6 @@ def seconds() -> float | None:
 
 # How long an engine communicates, whatever the engine: the collectives of ``torch.distributed`` are timed.
 
-
 _METHODS = (
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall",
     "_allgather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",

@@ -138,7 +138,6 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """``write_atomic`` for text."""
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 

@@ -70,8 +70,6 @@ LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", 
 # which print some at their import. DeepSpeed and FSDP call these names, which torch 2.13 has renamed.
 _RENAMED = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
 warnings.filterwarnings("ignore", _RENAMED, FutureWarning, r"torch\.distributed\.c10d_logger")
-
-
 _KNOWN = ("Failed to load CPU gemm_4bit_forward", "Setting accelerator to CPU")
 for _name in ("bitsandbytes.backends.cpu.ops", "DeepSpeed"):  # mmengine's hooks import both
     logging.getLogger(_name).addFilter(lambda record: not record.getMessage().startswith(_KNOWN))

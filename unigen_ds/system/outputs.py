@@ -204,7 +204,6 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def bytes_output(path: str, content: bytes) -> Output:
-    """A small file."""
     return Output(path, len(content), partial(_write_bytes, content))
 
 
@@ -240,7 +239,6 @@ def save_entries(path: Path, entries: Sequence[Entry], metadata: Mapping[str, st
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """``save_entries`` of tensors."""
     save_entries(path, [Entry.of(name, tensor) for name, tensor in tensors.items()], metadata)
 
 

@@ -111,7 +111,6 @@ class FirstBatches:
     """Of samples, tokens and images."""
 
     def add(self, rank: int, batch: Batch) -> None:
-        """Count a micro-batch, and keep the first of its kind."""
         kind = kind_of(batch)
         self.kinds[rank].append(kind)
         self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)

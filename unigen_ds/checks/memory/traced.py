@@ -179,7 +179,6 @@ def _zeros(backend: Backend, kinds: Sequence[str]) -> PieceReader:
 
 
 def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
-    """Forward and backward of each micro-batch, and the step."""
     terms: Any = None
     for i, batch in enumerate(micro_batches):
         with backend.accumulate(last=i == len(micro_batches) - 1):
@@ -205,6 +204,5 @@ def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def without_compile() -> Iterator[None]:
-    """Inside, no module is compiled."""
     with mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None):
         yield

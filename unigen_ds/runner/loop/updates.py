@@ -28,8 +28,6 @@ _TALLIES = ("tokens", "samples", "skipped")
 
 @dataclass(frozen=True)
 class Update:
-    """The data of one optimizer step."""
-
     micro_batches: Sequence[MicroBatch]
     counts: Mapping[str, float]
     """Targets of each loss term, over all ranks and iterations."""

@@ -150,9 +150,7 @@ def _settings_of(training: Mapping[str, Any], path: Path, data: str | None, own:
 
 def _validation_data(settings: Settings, manifest: Manifest | None) -> Sequence[ValidationData]:
     """The data of each set, as the run of ``manifest`` has them."""
-    geometry = Geometry(settings.train_dataloader.batch_size or 1)
-    if manifest is not None:
-        geometry = manifest.geometry
+    geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
     if settings.val_dataloader is not None and settings.val_dataloader.divided is not None:
         sets = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation
     else:  # the training data are not needed, and may not be there

@@ -36,8 +36,6 @@ MOST_SEQUENCES = 64
 
 @dataclass(frozen=True)
 class Replay:
-    """The sequences of an update."""
-
     title: str
     settings: Settings
     data: Data

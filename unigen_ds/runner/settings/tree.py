@@ -291,7 +291,6 @@ class Settings(ModelSettings):
 
     @property
     def folder(self) -> Path:
-        """The work dir."""
         if self.work_dir is None:
             raise ConfigError("the config has no work_dir", remedy="--work-dir DIR, or work_dir=DIR")
         if "{run_name}" in self.work_dir:
@@ -300,7 +299,6 @@ class Settings(ModelSettings):
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
         return self.folder if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
 
