@@ -55,7 +55,8 @@ class Randomness(Section):
     """Where all random numbers come from."""
 
     seed: int | None = 0
-    """Of weights, data order, noise, dropout; a resume needs the same. None: drawn once, recorded, reused. `--seed`."""
+    """Of weights, data order, noise and dropout; a resume needs the same. None: drawn at the first start, recorded in
+    every checkpoint and used by a resume. `--seed`."""
 
 
 class TrainCfg(Section):
@@ -157,7 +158,7 @@ class Settings(ModelSettings):
     `'auto'`: from the newest of the work dir, and where there is none as False. `--resume` is `'auto'`, `--resume CKPT`
     a path."""
     base: str | None = None
-    """With `lora`: folder of the base's files, for `model.pretrained`; on a resume those of the manifest. `--base`."""
+    """With `lora`: the base's folder instead of `model.pretrained`; a resume needs the manifest's files. `--base`."""
     on_batch_change: Literal["refuse", "keep-batch", "keep-lr", "linear", "sqrt"] = "refuse"
     """How the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'` (times new /
     old), `'sqrt'`; kept by later checkpoints. `'keep-batch'`: it stays as it is, and `batch_size` (at most the
