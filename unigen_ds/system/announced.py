@@ -95,7 +95,7 @@ def arrive(*, timeout_s: float) -> None:
 
 
 def explain(error: BaseException, *, first: bool = False) -> BaseException:
-    """Tell other ranks the error that ends this one. Returns what to raise. ``first``: before there is a store, too."""
+    """Report to the other ranks what ends this one. Returns what to raise. ``first``: before there is a store, too."""
     if hasattr(error, _REPORTED):
         return error
     try:
