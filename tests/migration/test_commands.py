@@ -54,7 +54,6 @@ class Written:
 
 @pytest.fixture
 def migrated(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """In a folder of its own."""
     monkeypatch.chdir(tmp_path)
 
     def run(guide: str, *words: str) -> Written:
@@ -196,7 +195,6 @@ def test_a_script_of_exported_variables(migrated, tmp_path: Path) -> None:
 def test_a_script_that_computes_its_command_is_asked_for_the_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, why: str
 ) -> None:
-    """As a file, and as one text in quotes."""
     (tmp_path / "run.sh").write_text(script)
     for word in (str(tmp_path / "run.sh"), f" {script}"):
         assert main(["nanovlm", "--", word]) == 2, script
@@ -216,7 +214,6 @@ def test_a_script_that_computes_its_command_is_asked_for_the_command(
     ],
 )  # fmt: skip
 def test_how_a_training_is_started(migrated, line: str, start: str) -> None:
-    """As words, and as one text in quotes."""
     for words in (shlex.split(line), [line]):
         written = migrated("nanovlm", *words)
         assert written.get("optim_wrapper.paramwise_cfg.groups.0.lr") == 0.25, words

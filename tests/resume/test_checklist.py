@@ -51,7 +51,6 @@ def stored(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any)
 
 
 def proposal(manifest: Manifest, geometry: Geometry, **values: Any) -> Proposal:
-    """The same run on another geometry."""
     given: dict[str, Any] = dict(
         checkpoint="/runs/a/iter_1500.pth",
         config=manifest.config,

@@ -255,7 +255,6 @@ def written(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_what_may_change(bench):
-    """Save interval, length, learning rate and logging: no refusal."""
     name = "allowed"
     copy(bench, name)
     status = bench.command(

@@ -127,8 +127,6 @@ def test_metrics_beside_the_loss(trained, capsys, tmp_path):
 
 @METRICS.register_module(force=True)
 class Broken(Metric):
-    """Fails on the first sample."""
-
     name = "broken"
 
     def rows(self, predictions: Any, references: Any, keys: Any) -> Any:
@@ -183,7 +181,6 @@ def test_how_the_model_answers_is_the_hooks_generation(trained, capsys, tmp_path
 
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
-    """nanoVLM's directory with its tokenizer beside it."""
     character_tokenizer().save_pretrained(tmp_path / "published")
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(NANOVLM / name, tmp_path / "published" / name)

@@ -153,7 +153,6 @@ def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_
 
 
 def test_a_prompt_longer_than_the_models_positions(tmp_path: Path, capsys: Any) -> None:
-    """Of a ``DecoderLM`` of 64."""
     runner = Runner.from_cfg(text_config(tmp_path, [{"text": words(9)}] * 4), max_updates=1)
     runner.train()
     (decoder,) = runner.work_dir.glob("iter_*.pth")

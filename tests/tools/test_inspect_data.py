@@ -26,7 +26,6 @@ Report = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def options(data: Path, **more: Any) -> list[str]:
-    """``--cfg-options`` of the tiny config."""
     values = {**TINY, "train_dataloader.dataset.root": str(data), "train_dataloader.dataset.split": "val", **more}
     return ["--cfg-options", *(f"{key}={value}" for key, value in values.items())]
 

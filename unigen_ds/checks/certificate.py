@@ -52,10 +52,7 @@ run without a kill, and at least so long."""
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started: ``command`` with its folder and ``--resume``, in ``world_size`` processes of this machine.
-
-    ``popen`` is called as ``Popen``.
-    """
+    """How a run is started: ``command`` with its folder and ``--resume``, in ``world_size`` processes here."""
 
     command: Sequence[str]
     world_size: int = 1
@@ -116,7 +113,6 @@ class Trial:
     keep: bool = False
     say: Callable[[str], None] = print
     moments: Counter[str] = field(default_factory=Counter)
-    """Kills by their moment."""
     runs: int = 0
     """Runs with kills that were compared."""
     starts: list[float] = field(default_factory=list)
@@ -148,9 +144,7 @@ class Trial:
         self._update_s = self.result()["seconds_of_update"]
 
     def kill(self, number: int) -> None:
-        """Kill ``number`` times; each run is then trained to its end and compared. One that ends before is followed by
-        another. Ends at the first problem.
-        """
+        """Kill ``number`` times, over as many runs as that needs, each compared at its end; until the first problem."""
         while self.kills < number and not self.problems:
             self.runs += 1
             work_dir, end = self.folder / f"killed_{self.runs}", KILLED
@@ -167,9 +161,7 @@ class Trial:
             self.deterministic = not differences(self.undisturbed, self.folder / "undisturbed_again")
 
     def _train(self, work_dir: Path, moment: str | None) -> str:
-        """One start, which is killed at ``moment`` if it does not end before. Returns ``KILLED``, ``ENDED``, or how it
-        failed.
-        """
+        """One start, killed at ``moment`` unless it ends before. Returns ``KILLED``, ``ENDED``, or how it failed."""
         ledger, home = work_dir / LEDGER_FILE, (self.launch.checkpoints or self.folder) / work_dir.name
         size = ledger.stat().st_size if ledger.exists() else 0
         least = self.drawn.choice((1, self.every + 1)) if moment == "save" else self.drawn.randint(1, 2 * self.every)
@@ -213,7 +205,6 @@ class Trial:
         return KILLED
 
     def result(self) -> dict[str, Any]:
-        """What was measured, as plain values."""
         spent = spent_by_start(read_work_dir(self.undisturbed).starts)[0]
         updates = max(1, last_update(self.undisturbed / LEDGER_FILE))
         training = {part: getattr(spent, part) for part in PARTS if part not in ("start_up", "repeated")}
@@ -254,9 +245,7 @@ ELSEWHERE = (AsyncEvaluateHook, PushToHubHook)
 
 
 def changes_of(settings: Settings, *, every: int) -> tuple[dict[str, Any], list[str]]:
-    """Overrides with which a run of ``settings`` saves often and writes nothing outside of its folders, and the names
-    of what they leave out.
-    """
+    """Overrides for a run that saves often and writes only into its folders, and the names of what they leave out."""
     hooks = settings.custom_hooks
     kept = [hook for hook in hooks if not issubclass(hook.cls, ELSEWHERE)]
     saves = {"interval": every, "unit": "update", "max_keep_ckpts": 2}

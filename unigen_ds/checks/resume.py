@@ -30,8 +30,6 @@ from unigen_ds.system import dist
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a resume would do."""
-
     plan: ResumePlan
     geometry: Geometry
     findings: Sequence[Finding]
@@ -44,7 +42,6 @@ class Inspection:
         return any(finding.status == "block" for finding in self.findings)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         return {
             "checkpoint": str(self.plan.checkpoint),
             "blocked": self.blocked,
@@ -56,13 +53,11 @@ class Inspection:
 
 
 def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool = False) -> Inspection:
-    """The checklist for a resume by ``config`` on ``world_size`` processes (default: as many as saved).
+    """The checklist of a resume on ``world_size`` processes (None: as saved). ``verify``: hash the whole checkpoint.
 
-    ``verify`` reads and hashes every byte of the checkpoint. Raises
-    ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
+    Raises ``CheckpointError`` where there is nothing to resume from, and ``ConfigError``.
     """
-    settings = Settings.from_config(config)
-    settings = settings.with_resume(AUTO)
+    settings = Settings.from_config(config).with_resume(AUTO)
     template = settings.work_dir or ""
     if PLACE in template:
         with as_launched(world_size or settings.world_size or dist.env_world_size()):
@@ -116,16 +111,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[MemoryPlan]:
-    """``memory_plans`` for the settings of a run."""
     recomputes = settings.model.arguments.get("activation_checkpointing")
     return memory_plans(geometry, backend=backend, loader=settings.train_dataloader, recomputes=recomputes)
 
 
 def advice(config: Any, arguments: Sequence[str]) -> str:
-    """The out-of-memory plans as commands, for a run that was started with these arguments: the same ones, resumed,
-    with the plan's keys set after the user's own. Before the first save ``--resume`` begins as the arguments state.
+    """The out-of-memory plans as commands: these arguments, resumed, with the plan's keys set after the user's own.
 
-    Several nodes: start the same ``tools/train.py`` line by your own launcher.
+    Before the first save ``--resume`` begins as the arguments state. Several nodes: by your own launcher.
     """
     settings = Settings.from_config(config)
     backend, geometry = build_engine(settings)

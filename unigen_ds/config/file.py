@@ -68,9 +68,7 @@ def read_file(path: Path) -> Config:
 
 
 def unread_names(path: Path) -> set[str]:
-    """Names that a config file or one of its bases assigns to, which neither this file nor ``_base_.name`` reads. In
-    YAML and JSON nothing else can read a name.
-    """
+    """Names that a config file or a base assigns to, and neither a file nor ``_base_.name`` reads; in YAML all."""
     unread, read_of_bases = set[str](), set[str]()
     for file in with_bases(path):
         text = file.read_text(encoding="utf-8")

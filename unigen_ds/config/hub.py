@@ -25,13 +25,11 @@ _FILE_ENDINGS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".json", ".json
 
 
 def folder_of(path_or_name: str | Path, *, where: str, weights: bool = True) -> Path:
-    """The folder that a user names: a path, or ``OWNER/NAME`` of the hub, with ``@REVISION`` for a branch, a tag or a
-    commit. Of the hub its files are in the cache of transformers afterwards: downloaded if they are not there, unless
-    ``HF_HUB_OFFLINE`` is set.
+    """The folder that a user names: a path, or ``OWNER/NAME[@REVISION]`` of the hub, in the cache or downloaded.
 
     A path that exists is a path; what can be no name of the hub is returned as it is, for the caller to report.
-    ``where``: the key or argument, for the error. ``weights``: safetensors as well, pickled weights where there are
-    none. Raises ``ConfigError`` where the hub or the cache has no such model.
+    ``where``: the key or argument, for the error. ``weights``: safetensors, or pickled weights where there are none.
+    Raises ``ConfigError`` where the hub or the cache has no such model.
     """
     text = str(path_or_name)
     name, _, revision = text.partition("@")
@@ -43,10 +41,7 @@ def folder_of(path_or_name: str | Path, *, where: str, weights: bool = True) -> 
 
 @cache
 def download(name: str, *, where: str, weights: bool, revision: str | None = None) -> Path:
-    """The folder in the hub's cache with the files of a model, downloaded where they are not there yet.
-
-    ``where``: begins the error. ``weights``: as of ``folder_of``; never code. Raises ``ConfigError``.
-    """
+    """The folder in the hub's cache with a model's files, never code. ``where`` begins the ``ConfigError``."""
     from huggingface_hub import snapshot_download
 
     def snapshot(*patterns: str) -> Path:
@@ -109,10 +104,9 @@ class HubRepo:
         return [*private, *([] if self.revision is None else ["--revision", self.revision])]
 
     def upload(self, folder: Path) -> str:
-        """Create the repository if it is not there, and upload all files of ``folder``. Returns its address.
+        """Make the repository if need be, and upload all files of ``folder``, which never changes. Returns its address.
 
-        Files that the repository has and ``folder`` has not are left there. Raises ``CheckpointError`` where a file
-        has changed since it was written, and ``UploadError``; ``folder`` is never changed.
+        Files that only the repository has stay. Raises ``CheckpointError`` for a changed file, and ``UploadError``.
         """
         from huggingface_hub import HfApi
 

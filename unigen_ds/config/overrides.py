@@ -75,10 +75,7 @@ def read(name: str | Path) -> Config:
 def read_values(
     name: str | Path, overrides: Iterable[str] | Mapping[str, Any], schema: Mapping[str, Any]
 ) -> ConfigValues:
-    """Read a config once: the file with its bases, the overrides, the translation.
-
-    ``schema``: its keys as nested mappings. Raises ``ConfigError`` where the file or an override cannot be read.
-    """
+    """Read, override and translate a config. ``schema``: its keys as nested mappings. Raises ``ConfigError``."""
     config = read(name)
     pairs = dict(overrides) if isinstance(overrides, Mapping) else dict(map(parse_override, overrides))
     problems = apply_overrides(config, pairs)
@@ -154,9 +151,7 @@ _NODES: Any = (Mapping, Config)  # mmengine's Config behaves like a mapping but 
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
-    """Set each value at its path, in place. Sections that are missing are added: whether they have such a key is
-    checked with the sections.
-    """
+    """Set each value at its path, in place. Missing sections are added: they are checked with the others."""
     errors: list[ConfigError] = []
     for dotted, value in overrides.items():
         try:
@@ -197,9 +192,7 @@ def _set(config: Config, path: Sequence[str], value: Any, dotted: str) -> None:
 def top_problems(
     config: Iterable[str], schema: Mapping[str, Any], *, file: str | None = None, overrides: Collection[str] = ()
 ) -> list[ConfigError]:
-    """Names at the top that are no section and that nothing reads. In a Python file only those that resemble a key, and
-    those of ``overrides``. A name that begins with an underscore is the user's own.
-    """
+    """Names at the top that nothing reads; in a Python file only those like a key, and those of ``overrides``."""
     stated = {override_path(dotted)[0] for dotted in overrides}
     names = [str(key) for key in config if key not in schema and (not str(key).startswith("_") or key in stated)]
     path = Path(file or "")
@@ -213,9 +206,7 @@ def top_problems(
 
 
 def overrides_of(arguments: Any, *, checkpoint: str | None = None) -> dict[str, Any]:
-    """Changes of the config by a tool's command line: ``--cfg-options``, a ``checkpoint`` to resume from, independent
-    of the config's own, ``--backend``, then the other options whose name is a key.
-    """
+    """Changes of a config by a tool's command line; a ``checkpoint`` to resume from, whatever the config names."""
     overrides = dict(map(parse_override, arguments.cfg_options))
     if checkpoint is not None:
         overrides |= {"resume": checkpoint, "load_from": None, "load_cfg": None}
@@ -235,10 +226,7 @@ def backend_spec(text: str) -> dict[str, str]:
 
 
 def with_backend(overrides: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Overrides and ``--backend``, which comes first: ``backend.KEY`` of ``overrides`` is a setting of that engine.
-
-    Raises ``ConfigError`` where an override contradicts it.
-    """
+    """``overrides`` after ``--backend``, whose settings they are. Raises ``ConfigError`` for a contradiction."""
     spec = backend_spec(text)
     for key, value in {"backend": spec, **{f"backend.{name}": value for name, value in spec.items()}}.items():
         if overrides.get(key, value) != value:

@@ -1,7 +1,4 @@
-"""Where the project's data files and tools are: the same call works from a checkout and from an installed wheel.
-
-``ds_configs/`` is beside the package in a checkout, where users edit it; in the wheel it is inside the package.
-"""
+"""Where the project's data files and tools are, in a checkout or an installed wheel; and the paths in a config."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from typing import Any
 from unigen_ds.core.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parent.parent
-
 
 PATH_KEYS = frozenset((
     "work_dir", "checkpoint_dir", "load_from", "resume", "data_path", "image_root", "cache_dir", "root", "path",

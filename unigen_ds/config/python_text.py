@@ -23,9 +23,7 @@ class Code(str):
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """The config as Python text. A registered class is written as its name, and its module added to ``custom_imports``;
-    any other class of a module is imported.
-    """
+    """The config as Python text: a registered class by its name and ``custom_imports``, any other by an import."""
     custom = config.get("custom_imports") or {}
     names = custom.get("imports") or []
     modules = [names] if isinstance(names, str) else [*names]

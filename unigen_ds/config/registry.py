@@ -1,8 +1,4 @@
-"""Names in a config -> classes -> objects. One ``mmengine.registry.Registry`` for each kind of object.
-
-``find`` returns a class, ``component_problems`` checks the arguments of a config by the annotations of its constructor,
-and ``Component.build`` calls it.
-"""
+"""Names in a config -> classes -> objects. One ``mmengine.registry.Registry`` for each kind of object."""
 
 from __future__ import annotations
 
@@ -81,11 +77,7 @@ def _last(kind: Any) -> str:
 
 
 def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
-    """The class that ``dict(type=..., **arguments)`` names, which is inspected and not called.
-
-    ``type`` is a registered name or a class. ``where`` is the config path shown in errors.
-    Raises ``ConfigError`` for an unknown type, a missing type, or a class of another kind.
-    """
+    """The class of ``dict(type=..., ...)``. Raises ``ConfigError`` at ``where``: unknown, missing, or another kind."""
     if not isinstance(spec, Mapping) or "type" not in spec:
         raise ConfigError(f"{where} is {spec!r}", allowed="dict(type='...', ...)")
     kind = spec["type"]
@@ -147,9 +139,7 @@ class Component:
         return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
 
     def build(self, **extra: Any) -> Any:
-        """An object, with ``extra`` arguments that no config sets. Raises what its constructor raises; errors of a
-        user's have the path in the config.
-        """
+        """An object, with ``extra`` arguments that no config sets. A user's errors have the path in the config."""
         if self.registry is not None:
             _log_counterpart(self.registry, self.given, self.where)
         try:
@@ -173,10 +163,7 @@ def argument_defaults(cls: Any) -> dict[str, Any]:
 
 
 def resolve(registry: Registry, spec: Mapping[str, Any], *, where: str) -> tuple[type, dict[str, Any]]:
-    """The class and the arguments of ``dict(type=..., **arguments)``.
-
-    Raises ``ConfigError`` as ``find`` does, and for arguments that are unknown or of a wrong type, all of them at once.
-    """
+    """The class and the arguments. Raises ``ConfigError`` as ``find`` does, and one for all wrong arguments."""
     cls = find(registry, spec, where=where)
     _log_counterpart(registry, spec["type"], where)
     arguments = {key: value for key, value in spec.items() if key != "type"}
@@ -220,10 +207,7 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str, provi
 def argument_problems(
     cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
 ) -> list[ConfigError]:
-    """An error for each argument that ``cls`` does not have, or that is of another type than its hint.
-
-    ``provided``: arguments that no config sets, which are not suggested. Classes with ``**kwargs`` accept all.
-    """
+    """An error for each unknown or mistyped argument; ``provided`` ones, which no config sets, are not suggested."""
     parameters = _parameters(cls)
     errors: list[ConfigError] = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -258,8 +242,7 @@ def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def checked(where: str | None = None) -> Callable[[_Called], _Called]:
-    """Decorator of a component's ``__init__``, or of another method: a direct call raises ``ConfigError`` for what no
-    config can have, too, and for an argument that it does not have.
+    """Decorator of a component's method: a direct call raises ``ConfigError``, too, for what no config can have.
 
     ``where``: how the paths in errors begin; None: with the name of the class.
     """

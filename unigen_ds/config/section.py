@@ -124,8 +124,7 @@ class Section(BaseModel):
 
     model_config = ModelConfig(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
     rest_from: ClassVar[str | None] = None
-    """Of a section that is an argument of a component: another argument of it (``pretrained``) that has, where it is
-    given, the keys that are left out here."""
+    """Of an argument: another one (``pretrained``) that has, where it is given, the keys that are left out here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -164,14 +163,12 @@ class Section(BaseModel):
 
     @classmethod
     def argument_problems(cls, config: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
-        """See ``Of``."""
         if config is None and (elsewhere or cls.rest_from is None):
             return []
         return cls.checked(config, where=where, missing=not elsewhere)[1]
 
     @classmethod
     def argument_completed(cls, config: Any, *, elsewhere: bool) -> Any:
-        """See ``Of``."""
         return config if elsewhere or (config is None and cls.rest_from is None) else cls.completed(config)
 
     @classmethod
@@ -186,9 +183,7 @@ class Section(BaseModel):
 
     @classmethod
     def completed(cls, config: Any) -> Any:
-        """A config's plain values with the default of every key that is left out. Nothing is checked: what the section
-        does not have stays as it is, so that a config of another version can be compared.
-        """
+        """A config's plain values with the defaults of left-out keys, unchecked: it may be of another version."""
         if isinstance(config, Section):  # a default
             config = dict(config.items())
         if not isinstance(config, Mapping | None):

@@ -19,8 +19,6 @@ _EMPTY: Sequence[Any] = (None, {}, [], "")
 
 @dataclass(frozen=True)
 class Key:
-    """A key of another trainer."""
-
     why: str
     """Why it is not needed here; empty: only ``remedy`` applies."""
     values: Sequence[Any] = _ALWAYS
@@ -38,8 +36,6 @@ class Key:
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one key."""
-
     source: str
     """``log_level='INFO'``"""
     why: str = ""
@@ -305,9 +301,7 @@ class _Translation:
             self.changes.append(Change("EvaluateHook", "there is no validation"))
 
     def evaluation(self) -> None:
-        """``train_cfg.val_interval`` and ``save_best`` of mmengine's ``CheckpointHook`` -> ``EvaluateHook``, whose own
-        arguments count where the config has one.
-        """
+        """``val_interval`` and ``save_best`` of mmengine -> ``EvaluateHook``, whose own arguments count."""
         interval, best = self.get("train_cfg.val_interval"), self.get("default_hooks.checkpoint.save_best")
         own = next((hook for hook in self.hooks if _evaluates(hook)), None)
         hook = own or {"type": "EvaluateHook"}

@@ -157,9 +157,7 @@ def _limits(metadata: Sequence[Any]) -> str:
 
 
 def nested_section(hint: Any) -> Any:
-    """The section or the ``Of`` in the hint of an argument, which checks a mapping itself (``config/section.py``: its
-    methods ``argument_*``); None: it has none.
-    """
+    """The section or ``Of`` in an argument's hint, whose ``argument_*`` check a mapping; None: it has none."""
     origin, inner = get_origin(hint), get_args(hint)
     options = inner if origin is Annotated or origin in (Union, types.UnionType) else (hint,)
     return next((one for one in options if hasattr(one, "argument_problems")), None)

@@ -35,8 +35,6 @@ MAPPINGS = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the other trainer."""
-
     name: str
     """As the guide has it, without dashes in front."""
     value: Any
@@ -81,10 +79,9 @@ class Command:
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Read the words of a command line, a command line in quotes, or one file. Files that it names as arguments
-    (``train_fsdp.py config.yaml``) are in ``files``.
+    """Read a command line, as words or in quotes, or one file. ``files``: those that it names as arguments.
 
-    Raises ``ConfigError`` for a file that cannot be read, and for anything but one command that starts a training.
+    Raises ``ConfigError`` for an unreadable file, and for anything but one command that starts a training.
     """
     command, first = Command(), words[0]
     if len(words) == 1 and first.endswith((".py", *MAPPINGS)) and (Path(first).is_file() or " " not in first):

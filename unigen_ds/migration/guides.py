@@ -23,14 +23,10 @@ _CLASS = re.compile(r"(?!model\.|tokenizer\.)([\w.\[\]]+)\.type is ")
 
 
 def migrate(guide: str, words: Sequence[str], *, check: Callable[[dict[str, Any]], Any]) -> Draft:
-    """Translate ``words``, a command line or one file, of the trainer that a guide describes.
+    """Translate ``words`` (as of ``read_command``) of the trainer that a guide, one of ``GUIDES``, describes.
 
-    Args:
-        guide: one of ``GUIDES``.
-        words: as ``commands.read_command`` accepts them.
-        check: raises ``ConfigError`` for a wrong config; unknown keys and classes become a comment.
-
-    Raises ``ConfigError`` for an unknown guide, an unreadable file, and values that no config may have.
+    ``check`` raises ``ConfigError`` for a wrong config; unknown keys and classes become a comment. Raises it for an
+    unknown guide, an unreadable file, and values that no config may have.
     """
     if guide not in _READERS:
         raise ConfigError(f"no guide is called {guide!r}", remedy=nearest(guide, GUIDES))

@@ -1,7 +1,6 @@
 """Configs of mmengine and xtuner, F-LMM's among them: a file, options of ``xtuner train``, or settings alone.
 
 Keys of mmengine are translated by ``config/translation.py``; LLaVA's models and data sets, and the engine here.
-Of everything else a comment remains.
 """
 
 from __future__ import annotations

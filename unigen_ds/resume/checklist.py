@@ -25,10 +25,8 @@ POINTS_AHEAD = 5
 
 
 def run(manifest: Manifest, proposal: Proposal) -> list[Finding]:
-    """All findings, in the order of ``CHECKS``; then those of checks of a user's own.
-
-    The manifest of another trainer's checkpoint is made of the present config, so findings of ``_NOT_STORED`` would
-    compare that config with itself: their stored side is not known.
+    """All findings, those of a user's own checks last. Another trainer's manifest is made of the present config: the
+    stored side of ``_NOT_STORED`` is not known.
     """
     findings = []
     for check in (*CHECKS, *RESUME_CHECKS.module_dict.values()):

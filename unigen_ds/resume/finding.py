@@ -1,6 +1,5 @@
 """The result of a check (``Finding``), its input (``Proposal``), and what differs between a checkpoint and the run that
-would continue it: the model, the optimizer, and edits of a config that no weight, curve or record shows. Plain values
-and pure functions of them.
+would continue it: the model, the optimizer, edits of a config that nothing else shows. Pure functions.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ Status = Literal["ok", "warn", "block"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check."""
-
     id: str
     status: Status
     was: str
@@ -73,7 +70,6 @@ class Proposal:
     geometry: Geometry
     topology: Mapping[str, Any]
     schedules: Schedules
-    """The schedule that would be followed."""
     parameters: Sequence[Mapping[str, Any]]
     """Rows as in the manifest: name, shape, trainable, group."""
     data: DataChange
@@ -81,7 +77,6 @@ class Proposal:
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     """Fills in the defaults of a config, this one or the checkpoint's."""
     saves: Mapping[str, Any] = field(default_factory=SAVES.copy)
-    """As ``SAVES``."""
     averages: bool = False
     """Whether an average of the weights (EMA) would be kept."""
     on_batch_change: str = "refuse"
@@ -130,10 +125,7 @@ def plans(geometries: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Itera
 
 
 def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
-    """Sizes of the model that both state, differently. Some leave every shape as it was (the number of heads).
-
-    ``hidden``: only those. Where weights alone are loaded, names and shapes are compared with what ``load_cfg`` allows.
-    """
+    """Sizes of the model that both state, differently; ``hidden``: only those that leave every shape as it was."""
     was, now = _sizes(stored), _sizes(config)
     return [
         f"{key} was {was[key]!r} and is {value!r}"

@@ -1,7 +1,4 @@
-"""How an update is split: geometries that keep an effective batch, and how its change affects the learning rate.
-
-In: numbers. Out: geometries, factors, and the plans for a device that is too small. Nothing here reads a file.
-"""
+"""How an update is split: geometries that keep an effective batch, and how its change affects the learning rate."""
 
 from __future__ import annotations
 
@@ -77,9 +74,8 @@ def memory_plans(
 ) -> list[MemoryPlan]:
     """The out-of-memory plans: smaller micro-batches (A), more processes (B), both (C), less kept on each device (D).
 
-    ``recomputes``: ``model.activation_checkpointing``; None: the config does not have it.
-    All keep the effective batch, so the run continues as the same training. A and B are absent at ``batch_size`` 1, C
-    where B has it.
+    All keep the effective batch. A and B are absent at ``batch_size`` 1, C where B has it. ``recomputes``:
+    ``model.activation_checkpointing``; None: the config does not have it.
     """
     plans = []
     size, counts, ranks = geometry.batch_size, geometry.accumulative_counts, geometry.dp_size

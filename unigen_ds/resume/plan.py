@@ -59,10 +59,9 @@ def plan_resume(
     load_cfg: LoadSettings | None = None,
     hashes: bool = True,
 ) -> ResumePlan:
-    """Decide by that table. Reads files only; without ``hashes`` their sizes, not their content.
+    """Decide by that table, from files; without ``hashes`` by their sizes, not their content.
 
-    Raises ``ConfigError`` for a fresh start over existing checkpoints, and ``CheckpointError`` when checkpoints exist
-    but none is usable, or the one named is not.
+    Raises ``ConfigError`` for a fresh start over checkpoints, and ``CheckpointError`` where none can be used.
     """
     listing = store.list_checkpoints(work_dir)
     begun: tuple[str, ...] = ()
@@ -154,9 +153,7 @@ def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> 
 
 
 def checkpoint_directory(text: str) -> Path:
-    """The checkpoint that a path means: itself, the one a file inside it belongs to, another trainer's, or a file of
-    weights; or the folder of a run.
-    """
+    """The checkpoint that a path means: itself, that of a file in it, another trainer's, weights, a run's folder."""
     path = Path(text).expanduser().resolve()
     if not path.exists():
         raise store.missing(path)

@@ -16,11 +16,11 @@ def settled_skips(
 ) -> tuple[Skip, ...]:
     """All ranges, in their order. One that is recorded may be asked for again, as in a command that is repeated.
 
-    What only the lineage has and begins before the checkpoint was trained on in this line of checkpoints. Raises
-    ``ConfigError`` for a new range that begins before the checkpoint's position, or beyond the ``end`` of the run.
+    Raises ``ConfigError`` for a new range that begins before the checkpoint, or beyond the ``end`` of the run.
     """
     done = manifest.progress.sequences if manifest else 0
     stored = [Skip(*skip) for skip in manifest.loader.get("skips", ())] if manifest else []
+    # what only the lineage has and begins before was trained on in this line of checkpoints
     stored += [skip for skip in lineage.skips if skip.first >= done] if lineage else []
     known = merged_skips(stored)
     for skip in wanted:

@@ -1,7 +1,6 @@
 """The training loop, and the only package that builds objects from a config.
 
-In order: ``settings/`` (config -> typed settings), ``start/`` (settings -> parts), ``loop/`` (``Runner``), and
-``open/`` (a checkpoint -> a model for inference).
+``settings/`` (config -> settings), ``start/`` (-> parts), ``loop/`` (``Runner``); ``open/`` (checkpoint -> a model).
 """
 
 from unigen_ds.runner.loop.runner import Runner as Runner

@@ -74,9 +74,7 @@ def is_reported(error: BaseException) -> bool:
 
 
 def arrive(*, timeout_s: float) -> None:
-    """Wait until all ranks are here, before they join. Raises ``RankEnded``: at once where a rank fails before it is
-    here, else after ``timeout_s``.
-    """
+    """Wait until all ranks are here. Raises ``RankEnded``: at once where one fails before, else after ``timeout_s``."""
     if (store := dist.job_store()) is None:
         return
     _failed.clear()
@@ -97,9 +95,7 @@ def arrive(*, timeout_s: float) -> None:
 
 
 def explain(error: BaseException, *, first: bool = False) -> BaseException:
-    """Let the other ranks know the error that ends this one. Returns what to raise: another error where this one is a
-    consequence. ``first``: also before the ranks have a store. Nothing happens in one process.
-    """
+    """Report to the other ranks what ends this one. Returns what to raise. ``first``: before there is a store, too."""
     if hasattr(error, _REPORTED):
         return error
     try:

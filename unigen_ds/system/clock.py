@@ -26,10 +26,9 @@ Mark = Any
 class Clock:
     """``with clock('data'): ...`` adds to a section. The rest of the wall time is ``other``.
 
-    On a CPU this is host time. On CUDA the host is ahead of the device and waits for it where it first reads a value,
-    in ``step``; host time would count all of the waiting in that section. So ``DEVICE_SECTIONS`` are measured by events
-    that the device itself records. They are read once it has passed them, so nothing waits for them: what is not yet
-    passed counts at the next read.
+    On a CPU this is host time. On CUDA the host is ahead of the device and would wait in ``step`` for all of it, so
+    ``DEVICE_SECTIONS`` are measured by events that the device itself records. They are read once it has passed them, so
+    nothing waits for them: what is not yet passed counts at the next read.
     """
 
     def __init__(self, *, device: torch.device | None = None) -> None:
@@ -109,7 +108,6 @@ _since: float | None = None
 
 
 def begin() -> None:
-    """A run begins now."""
     global _since
     _since = time.perf_counter()
 
@@ -124,7 +122,6 @@ def seconds() -> float | None:
 
 # How long an engine communicates, whatever the engine: the collectives of ``torch.distributed`` are timed.
 
-
 _METHODS = (
     "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall",
     "_allgather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
@@ -137,9 +134,7 @@ _METHODS = (
 
 @contextmanager
 def count_communication(clock: Clock) -> Iterator[None]:
-    """Inside, collectives of the sections of an update, and the waits for them, count in ``clock`` as
-    ``communication``. On CUDA that is the time that the present stream spends on them or waits for other streams.
-    """
+    """Inside, ``clock`` counts an update's collectives, and waits for them (on CUDA those of the present stream)."""
     kinds = [(td.ProcessGroup, name) for name in _METHODS] + [(td.Work, "wait")] if td.is_available() else []
     originals = [(kind, name, vars(kind)[name]) for kind, name in kinds if name in vars(kind)]
 

@@ -1,7 +1,4 @@
-"""Processes: start, sums, objects. Every helper has a single-process fallback, so callers never branch.
-
-NCCL + gloo on CUDA, gloo on CPU. Object gathers and the loader's counts use gloo: no device sync.
-"""
+"""Processes: start, sums, objects, also of one process alone. Objects and counts use gloo: no device sync."""
 
 from __future__ import annotations
 
@@ -106,10 +103,9 @@ def init(*, timeout_s: float = 1800.0) -> None:
 
 
 def open_store(*, timeout_s: float) -> Any:
-    """The key-value store of the processes that a launcher has started, for ``system/announced.py`` and ``init``. None
-    for one process, and where processes have joined without it. Connects once; raises after ``timeout_s``.
+    """The store of the processes that a launcher has started; None for one process, or where they joined without it.
 
-    At MASTER_ADDR:MASTER_PORT: torchrun's own, which remains when it starts the processes again, else rank 0 opens it.
+    At MASTER_ADDR:MASTER_PORT: torchrun's, which stays at a restart, else rank 0's. Raises after ``timeout_s``.
     """
     global _store
     several = env_world_size() > 1 and {"RANK", "MASTER_ADDR"} <= os.environ.keys()
@@ -138,11 +134,7 @@ def _of_torchrun() -> bool:
 
 
 def group(ranks: Sequence[int]) -> td.ProcessGroup:
-    """The process group of ``ranks``, to which this process belongs: the default one where they are all ranks.
-
-    Collective among these ranks alone, so that a rank creates its own groups and does not wait for those of all others.
-    Its timeout is that of ``init``.
-    """
+    """The group of ``ranks``, this one among them. Collective among these ranks alone; its timeout is ``init``'s."""
     if len(ranks) == world_size():
         return td.group.WORLD  # type: ignore[return-value]
     return td.new_group(list(ranks), timeout=_timeout, use_local_synchronization=True)
@@ -276,11 +268,7 @@ def on_main(action: Callable[[], T]) -> T:
 
 
 def shutdown(*, after_error: bool = False) -> None:
-    """Leave the process group. Not collective.
-
-    After an error a group with NCCL is left as it is: to destroy it waits for collectives that other ranks may never
-    join. The end of the process ends it.
-    """
+    """Leave the process group. Not collective. After an error NCCL's stays: to destroy it waits for other ranks."""
     global _store
     if td.is_initialized() and not (after_error and "nccl" in td.get_backend_config()):
         td.destroy_process_group()
@@ -288,10 +276,8 @@ def shutdown(*, after_error: bool = False) -> None:
 
 
 def leave(status: int) -> None:
-    """End the process here if it is one of several; what was registered with ``atexit`` is done first.
-
-    Threads that gloo and DeepSpeed leave running sometimes abort an ordinary exit ("terminate called without an
-    active exception"): all is saved by then, but a launcher sees a failure and ends the other processes.
+    """End the process here if it is one of several, after what ``atexit`` has. Threads of gloo and DeepSpeed sometimes
+    abort an ordinary exit: all is saved by then, but a launcher sees a failure and ends the other processes.
     """
     if env_world_size() > 1:
         atexit._run_exitfuncs()

@@ -89,9 +89,8 @@ def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
 def delete_inside(path: Path, folder: Path) -> None:
     """Delete ``path`` with all that is in it, if it really is inside of ``folder``, which the caller owns.
 
-    Every folder that this package deletes is deleted here. A symbolic link goes alone, never what it points to; a path
-    that does not exist is no error. Raises ``OSError``; nothing is deleted where ``path`` is elsewhere (links among its
-    parents are followed).
+    Every folder that this package deletes is deleted here. A symbolic link goes alone; a missing path is no error.
+    Raises ``OSError``, deleting nothing, where ``path`` is elsewhere (links among its parents are followed).
     """
     if not os.path.lexists(path):
         return
@@ -127,10 +126,7 @@ def rename_into_place(complete: Path, final: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a temporary file beside ``path``, make it durable, then rename it to ``path``.
-
-    On any error ``path`` keeps what it held and the temporary file is removed.
-    """
+    """Have a temporary file written beside ``path``, on disk, and renamed; on an error ``path`` stays as it is."""
     temporary = temporary_beside(path, "tmp")
     try:
         write(temporary)
@@ -142,7 +138,6 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """``write_atomic`` for text."""
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -162,9 +157,7 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes ``out`` when the block ends: complete, with ``digests.json``, and on disk,
-    or not at all.
-
+    """An empty folder to fill, which becomes ``out`` at the end: on disk, with ``digests.json``, or not at all.
     Raises ``ConfigError`` where ``out`` exists, ``CheckpointError`` where it cannot be written (a full disk).
     """
     check_new(out)
@@ -223,10 +216,7 @@ DIGESTS = "digests.json"
 
 
 def write_digests(folder: Path) -> None:
-    """Write the digests of all files below ``folder``; those that are stored there already are not computed again.
-
-    Texts for people (``.md``) are left out: they are edited later.
-    """
+    """Write the digests of all files below ``folder`` but texts (``.md``), which are edited; keep stored ones."""
     digests, stored = {}, stored_digests(folder)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -251,9 +241,8 @@ _ANEW = "write {folder} anew; if you changed it yourself, delete its digests.jso
 
 
 def check_digests(path: Path) -> None:
-    """Read the files of a folder, or of the folder of a file, that its ``digests.json`` lists. Raises
-    ``CheckpointError`` naming one that has changed. An export of others has no such file; one that is not there was not
-    downloaded.
+    """Raise ``CheckpointError`` for a file of a folder, or of a file's, that has changed since its ``digests.json``.
+    An export of others has none; a listed file that is not there was not downloaded.
     """
     folder = path if path.is_dir() else path.parent
     for name, digest in stored_digests(folder).items():
@@ -264,10 +253,7 @@ def check_digests(path: Path) -> None:
 
 
 def quick_digest(path: Path, *, blocks: int = 64) -> str:
-    """BLAKE2b-128 of size, head, tail and evenly spaced 1 MiB blocks: the whole content up to ``blocks`` MiB.
-
-    Recognises a data file; a checkpoint file is always hashed whole (``file_digest``).
-    """
+    """BLAKE2b-128 of a data file: of its size, head, tail and evenly spaced 1 MiB blocks; all up to ``blocks`` MiB."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as stream:
@@ -285,11 +271,8 @@ def quick_digest(path: Path, *, blocks: int = 64) -> str:
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[OSError | None]:
-    """Wait until this process holds the lock of ``path``; a context.
-
-    Its value is None, or why no lock is held: the file system has none, or the file cannot be made (a read-only folder,
-    a full disk). The caller decides whether to continue without. Its soft locks, which a killed process leaves, are
-    not used.
+    """Wait for the lock of ``path``. Yields None, or why there is none (a file system without locks, a full disk): the
+    caller decides whether to continue. Soft locks, which a killed process leaves, are not used.
     """
     lock = FileLock(path, fallback_to_soft=False)
     problem: OSError | None = None

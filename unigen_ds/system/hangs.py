@@ -147,6 +147,5 @@ class Watch:
 
     @property
     def remedy(self) -> str:
-        """Where to look."""
         silent = len(self._lines) < dist.world_size()
         return f"{f'{STOPPED}; ' if silent else ''}{self._folder} has the stacks of the ranks that answer"

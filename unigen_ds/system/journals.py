@@ -23,10 +23,7 @@ TIMELINE_FILE = "timeline.jsonl"
 
 
 class JsonLines:
-    """Appends a JSON object per line. A kill leaves at most one partial last line.
-
-    A line that cannot be written (a full disk) is kept in memory, in order, and written before the next one.
-    """
+    """Appends JSON lines; a kill leaves one partial at most. What a full disk refuses is kept and written first."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,10 +33,7 @@ class JsonLines:
         self._unsynced = True
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; non-finite floats, which JSON does not have, become null.
-
-        Raises ``OSError`` where it cannot be written now; it is then pending.
-        """
+        """Write one record; NaN and infinity become null. Raises ``OSError`` where it is still pending."""
         self.pending.append((json.dumps(json_values(record, finite), allow_nan=False) + "\n").encode())
         self.write_pending()
 
@@ -94,10 +88,8 @@ def finite(value: Any) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that count: every resume event voids earlier lines beyond its position; torn lines are passed over.
-
-    A late result has the progress at which it was written in ``at``, and is void with the updates before it. Resume
-    events themselves are left out.
+    """The lines that count: a resume event, itself left out, voids earlier lines beyond its position; torn ones are
+    passed over. A late result is void with the updates before the progress in its ``at``.
     """
     return in_effect(parse_lines(path)[0])
 
@@ -112,9 +104,7 @@ def last_update(path: Path) -> int:
 
 
 def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Every JSON object of a file, in its order, void ones and resume events too; and the number of lines that are none
-    (torn by a kill, or damaged). A missing file has no lines.
-    """
+    """Every JSON object, void ones and resume events too, and the number of damaged lines. No file: no lines."""
     lines: list[dict[str, Any]] = []
     damaged = 0
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():

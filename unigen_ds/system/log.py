@@ -70,18 +70,13 @@ LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", 
 # which print some at their import. DeepSpeed and FSDP call these names, which torch 2.13 has renamed.
 _RENAMED = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
 warnings.filterwarnings("ignore", _RENAMED, FutureWarning, r"torch\.distributed\.c10d_logger")
-
-
 _KNOWN = ("Failed to load CPU gemm_4bit_forward", "Setting accelerator to CPU")
 for _name in ("bitsandbytes.backends.cpu.ops", "DeepSpeed"):  # mmengine's hooks import both
     logging.getLogger(_name).addFilter(lambda record: not record.getMessage().startswith(_KNOWN))
 
 
 def quiet_libraries(rank: int) -> None:
-    """On every rank but 0, hide the warnings of libraries: each would be printed once for every process.
-
-    Call it before torch is imported, which warns then, too. Errors, and warnings of this project, are shown everywhere.
-    """
+    """Hide libraries' warnings on every rank but 0. Called before torch is imported, which warns then, too."""
     if rank:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # those of torch's C++ part
         warnings.filterwarnings("ignore", module=rf"({'|'.join(LIBRARIES)})(\.|$)")
@@ -96,10 +91,8 @@ _of_start: dict[Path, Path] = {}
 def setup(
     *, rank: int, log_file: Path | None = None, level: int | str = logging.INFO, new_start: bool = False
 ) -> logging.Logger:
-    """Attach handlers once per process. Rank 0 writes to the console, appends to ``log_file`` (for ``tail -f``), and
-    writes ``logs/<stem>_<date>_<time>.log`` beside it for each start, which ``new_start`` begins.
-
-    Other ranks print warnings and errors only, prefixed with their rank.
+    """Attach handlers once. Rank 0 writes to the console, to ``log_file`` (for ``tail -f``) and, anew for each
+    ``new_start``, to ``logs/<stem>_<date>_<time>.log`` beside it. Other ranks print warnings, with their rank.
     """
     log = logger()
     for handler in list(log.handlers):

@@ -50,10 +50,9 @@ def num_cores() -> int:
 
 
 def git_commits() -> dict[str, dict[str, Any]]:
-    """``package`` (the code of unigen_ds) and ``folder`` (the present folder, where it is another repository):
-    ``{'commit', 'changed'}``; ``changed``: whether a tracked file differs, None where git did not answer in time.
+    """``package`` (of unigen_ds), ``folder`` (the present one, if another repository): ``{'commit', 'changed'}``.
 
-    A folder outside of git, or a machine without git, is left out.
+    ``changed``: whether a tracked file differs, None without an answer in time. What git does not know is left out.
     """
 
     def git(folder: Path, *arguments: str) -> str | None:

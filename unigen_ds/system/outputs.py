@@ -3,8 +3,7 @@
 An engine returns what a rank has to write as ``StateFiles`` (no disk access, collectives allowed); the saver then
 writes it (disk access, no collectives). So an error of the disk can leave no rank in a collective. ``HashedFile``
 computes the hash while it writes (xxh3_128, about 6 GB/s), so that no byte is read back; the umask decides who may read
-the files. Files of tensors are written from ``Entry``s in pieces of at most
-16 MiB.
+the files. Tensors are written from ``Entry``s in pieces of at most 16 MiB.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class Output:
     nbytes: int
     """Size; where the format's overhead is not known, the tensors' bytes."""
     write: Callable[[HashedFile], Any]
-    """Write the content. Not collective; may run in a thread. What it returns, plain JSON values, is passed to
-    ``StateFiles.index``. A function of a module with its arguments (``functools.partial``): an asynchronous save passes
-    it, and the tensors in it, to another process.
+    """Not collective; may run in a thread. Returns plain JSON values, for ``StateFiles.index``. A function of a module
+    with its arguments (``functools.partial``): an asynchronous save passes it, with its tensors, to another process.
     """
 
 
@@ -65,17 +63,13 @@ class StateFiles:
     """Which reader opens it (``checkpoint/layouts``)."""
     files: Sequence[Output]
     index: Callable[[Sequence[Any], Sequence[Sequence[Any]]], Sequence[Output]] | None = None
-    """Called on rank 0 once all ranks have written, with each rank's ``plan`` and what its ``write`` calls returned:
-    further files."""
+    """On rank 0 once all have written: each rank's ``plan`` and the results of its ``write`` -> further files."""
     plan: Any = None
     """What ``index`` needs to know of this rank, known before anything is written."""
 
 
 class HashedFile:
-    """A new file, written in order; ``digest`` is that of all bytes written.
-
-    It has no ``fileno`` on purpose: ``torch.save`` would write to that without the hash.
-    """
+    """A new file with its ``digest``. It has no ``fileno``: ``torch.save`` would write to that without the hash."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=_BUFFER)
@@ -185,10 +179,7 @@ def _write_safetensors(header: bytes, entries: Sequence[Entry], stream: HashedFi
 
 
 def save_torch(path: Path, entries: Sequence[Entry]) -> None:
-    """A ``torch.save`` archive of a dict of tensors: tied names share one storage.
-
-    torch reads them from a mapped file beside it, so the memory needed does not grow with them.
-    """
+    """A ``torch.save`` archive of tensors, read from a mapped file beside it; tied names share one storage."""
     storages = {entry.source: entry for entry in entries}
     mapped = path.with_name(f"{path.name}.mapped")
     tensors: dict[str, Tensor] = {}
@@ -213,7 +204,6 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def bytes_output(path: str, content: bytes) -> Output:
-    """A small file."""
     return Output(path, len(content), partial(_write_bytes, content))
 
 
@@ -249,7 +239,6 @@ def save_entries(path: Path, entries: Sequence[Entry], metadata: Mapping[str, st
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """``save_entries`` of tensors."""
     save_entries(path, [Entry.of(name, tensor) for name, tensor in tensors.items()], metadata)
 
 

@@ -1,6 +1,4 @@
-"""What all tools share: their parser, the options of several, and how they end: with an error in one line, and quietly
-where the program that reads their output has ended first (``tools/inspect_data.py CONFIG | head``).
-"""
+"""What all tools share: their parser, the options of several, and how they end: in one line, or quietly in a pipe."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ STOPPED_BY_SIGNAL = 143
 
 
 def end_start(number: int, frame: FrameType | None) -> None:
-    """Handler of SIGUSR1 before the first update: the process ends at once, with the status that SIGTERM has by itself,
-    and lets the other ranks know. The hook of signals replaces it.
-    """
+    """Handler of SIGUSR1 before the first update: end at once with SIGTERM's status, and let the other ranks know."""
     error = UnigenError(f"{signal.Signals(number).name} received outside of the training: there is nothing to save")
     error.exit_status = STOPPED_BY_SIGNAL
     os.write(2, f"{error}\n".encode())
@@ -36,9 +32,7 @@ def end_start(number: int, frame: FrameType | None) -> None:
 
 
 def ends_quietly(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorator of a tool's ``main``: an error of the project is one line and its exit status; where the reader of the
-    output has gone, the tool ends without a traceback.
-    """
+    """Decorator of a tool's ``main``: an error is one line and its exit status, and no traceback for a closed pipe."""
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:

@@ -55,7 +55,6 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore what ``rng_state`` returned."""
     scalars = state["scalars"]
     torch.set_rng_state(state["torch"])
     numpy_keys = state["numpy_keys"].numpy().astype(np.uint32)

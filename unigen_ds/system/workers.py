@@ -167,11 +167,10 @@ def _end(owner: int, processes: list[BaseProcess], pipes: list[Connection]) -> N
 
 
 def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
-    """A worker, with one thread to compute. Threads receive and send, so that neither side waits for the other while
-    both send.
+    """A worker: one thread computes, two receive and send, so that neither side waits for the other while both send.
 
     Schedulers and launchers signal every process of a job. The main process decides what a signal means, after it has
-    saved a checkpoint, say; a worker ends when the main process ends it, or has ended itself.
+    saved, say; a worker ends when the main process ends it, or has ended itself.
     """
     gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
     torch.set_num_threads(1)
@@ -208,10 +207,7 @@ def _forever(forward: Callable[[], None]) -> None:
 
 
 def _end_for(parent: int) -> None:
-    """End on SIGTERM from the main process (the loader ends a worker that hangs so), and from no other process.
-
-    Where the main process has ended (SIGKILL), end at once: a worker may wait for ever to send a batch.
-    """
+    """End on SIGTERM from the main process alone, and at once where that has ended: to send may wait for ever."""
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
         if received is not None and received.si_pid == parent:

@@ -30,8 +30,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def config(folder, tmp_path):
-    """Writes a config, and returns its path."""
-
     def write(**changed):
         source = {"type": "UnifiedGenerationDataset", "data_path": str(folder / "digits" / "mixed.jsonl")}
         overrides = {

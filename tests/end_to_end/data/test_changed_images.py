@@ -154,7 +154,6 @@ PLACED = {"instruction": "draw <image> one <image>", "input_images": ["0.png", "
 
 
 def as_turns() -> list[Any]:
-    """The same as conversations."""
     inputs = [image("user", "0.png"), image("user", "1.png")]
     return [
         talk(*inputs, text("user", "draw one two"), image("assistant", "2.png"), image("assistant", "3.png")),

@@ -67,7 +67,6 @@ def train(folder: Path, data: Any, *, updates: int = 3, **dotted: Any) -> tuple[
 
 
 def results(folder: Path) -> tuple[list[Any], list[Any]]:
-    """As of ``train``."""
     losses = [{key: value for key, value in line.items() if key.startswith("loss")}
               for line in read_lines(folder / "metrics.jsonl")]  # fmt: skip
     return losses, [(line["sequences"], line["digest"]) for line in read_lines(folder / "ledger.jsonl")]
@@ -121,7 +120,6 @@ def several(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def own(samples: Path, tmp_path: Path) -> Path:
-    """A copy without an index."""
     return Path(shutil.copytree(samples, tmp_path / "own", ignore=shutil.ignore_patterns(".unigen_index")))
 
 
@@ -138,10 +136,7 @@ def test_loading_processes_read_the_same(own: Path, tmp_path: Path, monkeypatch:
 
 
 def test_two_processes(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They train on the same sequences as one, also where both find no copy and no index; ``inspect_data`` agrees.
-
-    A source is skipped, at the first start and on a resume, where rank 0 reads the data before the others.
-    """
+    """They train on the same sequences as one, also where both find no copy and no index, or skip a source."""
     data = several(own)
     missing = {**source(own / "none.jsonl"), "on_error": "skip"}
     options = {"train_dataloader__batch_size": 2, "randomness__seed": 7}

@@ -1,7 +1,4 @@
-"""Data files in different folders: an image path starts at the folder of its own file.
-
-Both folders have images of the same names, dark ones beside the first file and bright ones beside the second.
-"""
+"""Data files in different folders with images of equal names: a path starts at the folder of its own file."""
 
 from __future__ import annotations
 

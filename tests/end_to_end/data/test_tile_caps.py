@@ -24,7 +24,6 @@ LARGE = RECORDS // EVERY
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Data and tokenizer, in the present folder."""
     write(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -49,7 +48,6 @@ def numbers(kept: KeepBatches) -> set[int]:
 
 
 def recipes() -> list[str]:
-    """The shipped configs of a VLM."""
     names = SHIPPED.replace(" or ", ", ").split(", ")
     return [name for name in names if load_config(name)["model"]["type"] == "VLM"]
 
@@ -74,7 +72,6 @@ def test_every_recipe_caps_tiles_and_counts_what_exceeds(folder: Path) -> None:
 
 
 def small(**overrides: Any) -> Any:
-    """A VLM without caps."""
     loader = {"batch_size": 1, "seq_length": 1600, "packing": {"type": "BestFitPacking", "window": 64}}
     given = {f"train_dataloader__{key}": value for key, value in loader.items()}
     saves = {"default_hooks__checkpoint": {"interval": 1, "by_epoch": False}}

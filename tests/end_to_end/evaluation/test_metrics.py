@@ -175,7 +175,6 @@ def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noq
 
 @pytest.fixture(scope="module")
 def draws(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts to write and pictures to draw."""
     folder = tmp_path_factory.mktemp("draws")
     for seed in range(6):
         picture(folder / f"{seed}.png", 8, 8, seed=seed)

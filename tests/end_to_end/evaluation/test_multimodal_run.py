@@ -29,8 +29,6 @@ DRAWN = {"role": "assistant", "type": "image", "image_path": "seen.png"}
 
 @METRICS.register_module(force=True)
 class KeptPairs(Metric):
-    """What the model answered."""
-
     name, predicts, compares = "kept_pairs", "text and image", "nothing"
     pairs: ClassVar[dict[str, tuple[str, Image.Image]]] = {}
 

@@ -89,7 +89,6 @@ def text_run(folder: Path, *, updates: int | None = None, **dotted: Any) -> Runn
 
 
 def at_start(folder: Path, **dotted: Any) -> Mapping[str, float]:
-    """The values before the first update."""
     hook = {**EVERY, "at_start": True, **dotted.pop("hook", {})}
     run = text_run(
         folder, updates=1, **{"val_dataloader": SPLIT, "custom_hooks": [hook, {"type": "KeepValues"}], **dotted}

@@ -72,7 +72,6 @@ def config(data: Path, kind: str, work_dir: Path, **overrides: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both, trained to the end."""
     root = tmp_path_factory.mktemp("finished")
     for kind in ("qwen3", "llava"):
         Runner.from_cfg(config(data, kind, root / kind)).train()
@@ -157,10 +156,7 @@ def test_it_answers(data: Path, finished: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_cached_and_whole_passes_write_the_same(data: Path, finished: dict[str, Path]) -> None:
-    """``in_step``, as under an engine that shards: every pass is one over the whole document.
-
-    The model would like to write the token of an image, which has no features: it is never written.
-    """
+    """``in_step``, as under an engine that shards: each pass is a whole one; an image token is never written."""
     inferencer = open_inferencer(finished["llava"])
     liked = inferencer.processor.tokenizer.chat.convert_tokens_to_ids("<image>")
     inferencer.model.lm_head.register_forward_hook(

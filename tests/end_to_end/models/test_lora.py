@@ -45,7 +45,6 @@ DORA = {**LORA, "use_dora": True, "dropout": 0.1}
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published directory with random weights."""
     out = tmp_path_factory.mktemp("lora") / "base"
     torch.manual_seed(3)
     tokenizer = WordTokenizer(words=WORDS)

@@ -110,8 +110,6 @@ custom_hooks = [dict(type="EMAHook", momentum=0.05, begin_iter=16), dict(type="K
 
 @dataclass(frozen=True)
 class Finished:
-    """One process that ended."""
-
     status: int
     output: str
 
@@ -134,10 +132,7 @@ class Bench:
         return self.folder / name
 
     def start(self, name: str, *arguments: str, fresh: bool = False, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a process; its output goes to a file, because orphaned workers would keep a pipe open.
-
-        ``fresh``: by exec, with its own seed for hashes of strings and its own command line.
-        """
+        """Start a process (``fresh``: by exec); output goes to a file: orphaned workers would keep a pipe open."""
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(self.folder), **environment}
         command = [sys.executable, "tools/train.py", str(self.config), "--work-dir", str(self.work_dir(name))]
         if "--max-updates" not in arguments:

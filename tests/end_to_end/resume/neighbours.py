@@ -33,7 +33,6 @@ def merged(checkpoint: Path, folder: Path) -> dict[str, Path]:
 
 
 def plain_torch(model: nn.Module, folder: Path) -> dict[str, Path]:
-    """What a hand-written loop saves."""
     state = model.state_dict()
     contents: dict[str, Any] = {
         "plain.pth": state,

@@ -1,6 +1,4 @@
-"""``CheckpointHook(async_save=True)``: writers that die, runs that are killed, stopped or fail. Disks that are busy,
-full, gone, slow or fail, of blocking saves, too.
-"""
+"""``CheckpointHook(async_save=True)``: writers that die, runs that end; disks that fail, also of blocking saves."""
 
 from __future__ import annotations
 

@@ -115,8 +115,6 @@ def test_warm_up_goes_on_in_every_unit(bench, kind, tmp_path):
 
 @HOOKS.register_module()
 class RecordIdsHook(Hook):
-    """Writes what each update trained on."""
-
     name = "record_ids"
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
@@ -125,7 +123,6 @@ class RecordIdsHook(Hook):
 
 
 def trained(bench: Bench, name: str, first: int, last: int) -> list[str]:
-    """Sample ids of the updates ``first .. last``."""
     lines = (bench.folder / name / "ids.jsonl").read_text(encoding="utf-8").splitlines()
     return [i for update, ids in map(json.loads, lines) if first <= update <= last for i in ids]
 

@@ -1,7 +1,4 @@
-"""``checkpoint_dir``: a folder for the checkpoints of one run, apart from its work dir; and which of them are deleted.
-
-That every tool finds them, and that several processes use it: ``tests/end_to_end/resume/test_launchers.py``.
-"""
+"""``checkpoint_dir``: a folder for the checkpoints of one run, and which are deleted. Tools: ``test_launchers.py``."""
 
 from __future__ import annotations
 
@@ -107,8 +104,7 @@ def aged(path: Path, days: float) -> None:
 
 @pytest.fixture
 def five(tmp_path: Path) -> Callable[..., list[str]]:
-    """Resumes a run for an update, whose checkpoints of updates 1, 2 and 3 are 9, 8 and 2 days old: the names that are
-    left."""
+    """Resumes a run whose checkpoints of updates 1, 2 and 3 are 9, 8 and 2 days old: the names that are left."""
     saving = {"default_hooks__checkpoint": {"interval": 1, "unit": "update"}}
     train(tmp_path, updates=4, **saving)
     for number, days in ((1, 9), (2, 8), (3, 2)):

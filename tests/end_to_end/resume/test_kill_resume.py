@@ -22,7 +22,6 @@ LAST = "iter_60.pth"
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory) -> Bench:
-    """The straight run, once for all."""
     bench = Bench(tmp_path_factory.mktemp("kill"))
     finished = bench.train(STRAIGHT, fresh=True)
     assert finished.status == 0, finished.output

@@ -1,8 +1,7 @@
-"""Training as users start it: the scripts for torchrun and DeepSpeed's launcher on two nodes and for SLURM, torchrun
-itself, variables of MPI.
+"""Training as users start it: scripts for torchrun, DeepSpeed's launcher and SLURM, and variables of MPI.
 
 Two nodes are two agents on this machine; SLURM's commands are small stand-ins on PATH (``srun``, ``squeue``,
-``scontrol``); MPI is two processes with the variables that it sets. Every run must end as the others do.
+``scontrol``). Every run must end as the others do.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ def assert_trained(folder: Path, ended: Sequence[Ended], losses: Sequence[float]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> str:
-    """What the launchers start as Python."""
     return forked_python(tmp_path_factory.mktemp("python"))
 
 
@@ -92,8 +90,7 @@ def script(name: str, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory, data, losses, python) -> Path:
-    """The work dir of a run on two nodes, with the variables of the guides, whose checkpoints are elsewhere and of both
-    forms."""
+    """The work dir of a run on two nodes, whose checkpoints are elsewhere and of both forms."""
     folder = tmp_path_factory.mktemp("nodes")
     saving = {"checkpoint_dir": str(folder / "elsewhere" / "checkpoints"), "default_hooks__checkpoint__form": "both"}
     config = written_config(folder, data, world_size=2, optim_wrapper__precision="fp32", **saving)
@@ -226,8 +223,7 @@ def free_job() -> int:
 
 
 def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
-    """SIGUSR1 before the time limit: a checkpoint, exit status 143, back into the queue; the job that starts again
-    resumes, although the command names no checkpoint. During the start one process gets it, and all end."""
+    """SIGUSR1 before the time limit: a checkpoint, status 143, back into the queue, and a resume without a name."""
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, **OTHERS}.items():
         (tmp_path / "bin" / name).write_text(text)

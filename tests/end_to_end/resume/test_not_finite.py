@@ -1,7 +1,4 @@
-"""A state that is not finite is kept apart and ends the run; fp16 looks for its loss scale without being stopped.
-
-Two real processes train all cases of the engines one after the other; one process the others.
-"""
+"""A state that is not finite is kept apart and ends the run; fp16 looks for its loss scale without being stopped."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What each rank found of each case."""
     cases: dict[str, dict[str, Any]] = {}
     for engine in ENGINES:
         what = "weight" if engine in ("fsdp", "deepspeed:zero2") else "exp_avg"

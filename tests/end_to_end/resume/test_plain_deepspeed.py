@@ -29,7 +29,6 @@ def cfg_options(folder: Path) -> list[str]:
 
 
 def findings(folder: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-    """What ``tools/resume.py`` reports of a checkpoint."""
     arguments = ["unified_digits", "--work-dir", str(folder / "asked"), "--checkpoint", str(checkpoint), "--json"]
     assert tool.main([*arguments, *cfg_options(folder)]) == 0
     return {finding["id"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}

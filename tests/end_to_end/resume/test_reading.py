@@ -32,7 +32,6 @@ LLM = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and documents that count."""
     folder = tmp_path_factory.mktemp("reading")
     WordTokenizer(words=WORDS).save_pretrained(str(folder / "tokenizer"))
     records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(60)]
@@ -66,7 +65,6 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.fixture(scope="module")
 def chain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A work dir with the checkpoints of both updates."""
     saves = {"interval": 1, "by_epoch": False}
     cfg = config(data, tmp_path_factory.mktemp("chain") / "run", default_hooks__checkpoint=saves)
     Runner.from_cfg(cfg).train()

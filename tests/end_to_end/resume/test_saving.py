@@ -188,7 +188,6 @@ def test_a_newest_checkpoint_that_is_gone_and_other_code_are_warnings(tmp_path, 
 
 
 def fill(run) -> None:
-    """Not a page is left."""
     status = os.statvfs(run.work_dir)
     (run.work_dir.parent / "ballast").write_bytes(b"x" * (status.f_bavail * status.f_frsize))
 
@@ -203,9 +202,7 @@ def terminate(run) -> None:
 
 
 def test_lines_that_could_not_be_written_are_written_later(small_disk, tmp_path, data, capsys):
-    """From update 3 to 40 nothing can be written: one warning a file, the saves fail, every line at its place in the
-    end.
-    """
+    """From update 3 to 40 nothing can be written: one warning a file, and every line at its place in the end."""
     options = dict(train_cfg={"max_updates": 42}, default_hooks__checkpoint__interval=8)
     Runner.from_cfg(config(tmp_path / "straight", data, **options)).train()
     full = small_disk / "run"
@@ -266,9 +263,7 @@ main()
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed:zero2"])
 def test_two_processes_end_with_status_4(small_disk, data, tmp_path, backend):
-    """``main``, called and then as a command; DeepSpeed, which keeps its process groups, as a command alone. The error
-    appears once, not per process.
-    """
+    """``main``, and as a command; DeepSpeed, which keeps its process groups, as a command alone. One error in all."""
     calls = 1 if backend == "fsdp" else 0
     path = written_config(tmp_path, data, train_cfg={"max_updates": 2}, custom_imports={"imports": [__name__]},
                           custom_hooks=[at(_0="fill_once")])  # fmt: skip

@@ -1,8 +1,7 @@
 """Stopped by a signal: all processes stop after the same update, with a checkpoint and exit status 143.
 
-Two real processes (over gloo) train several times through ``main`` of ``tools/train.py``, under FSDP2 and then under
-DeepSpeed. A user's own hook sends real signals to its process, so most cases reach one of the two alone: the other must
-learn of it.
+Two real processes (over gloo) train through ``main``, under FSDP2 and then under DeepSpeed. A user's own hook sends
+real signals, in most cases to its own process alone: the other must learn of it.
 """
 
 from __future__ import annotations
@@ -169,8 +168,6 @@ def test_all_processes_stop_after_the_same_update_and_a_checkpoint_is_saved(runs
 
 @HOOKS.register_module()
 class SignalInUpdateHook(Hook):
-    """SIGINT to this process during an update."""
-
     def __init__(self, *, update: int) -> None:
         self.update = update
 

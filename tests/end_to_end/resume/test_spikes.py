@@ -1,6 +1,4 @@
-"""Loss spikes of poisoned records: the run goes back and leaves them out, bit-equal to ``--skip-sequences`` by hand,
-under several engines; the ledger and every later resume keep it, and ``tools/replay.py`` shows the data.
-"""
+"""Loss spikes of poisoned records: the run goes back and leaves them out, as ``--skip-sequences`` does by hand."""
 
 from __future__ import annotations
 

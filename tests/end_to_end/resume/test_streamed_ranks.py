@@ -92,8 +92,7 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, data: tuple
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_data_set_of_the_hub(tmp_path: Path, data: tuple[Path, Path, list[str]], there: bool) -> None:
-    """Of a server that speaks the part of the hub's API that this needs: a revision of a private data set, by a token,
-    of a hub that asks to wait; and of one that is not there."""
+    """A revision of a private data set of a server that speaks the hub's API and asks to wait; or it is not there."""
     shards, own, expected = data
     config = write_config(tmp_path / "run", "hf://datasets/org/name@v1", own=own)
     command = [sys.executable, "tools/train.py", str(config), "--max-updates", "2"]

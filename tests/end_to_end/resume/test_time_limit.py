@@ -1,7 +1,4 @@
-"""A run ends with a committed checkpoint before its time is over, on all ranks after the same update, and continues.
-
-A user's own hook replaces the clock: an update, a save and an evaluation take minutes of it.
-"""
+"""A run ends with a checkpoint before its time is over, on all ranks alike, and continues; a hook is the clock."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, data
 
 
 def test_ranks_stop_after_the_same_update_by_the_clock_of_rank_0(tmp_path, data):
-    """And save at the same ones."""
     config = written_config(tmp_path, data, train_cfg={"max_updates": 1000}, **CONFIG)
     command = [sys.executable, TRAIN, config, "--backend", "fsdp", "--work-dir", str(tmp_path / "run")]
     ended = ranks(command, **{JOB_END: str(int(START_S) + 2500)})

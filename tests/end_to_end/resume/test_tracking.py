@@ -39,7 +39,6 @@ KINDS = {"evaluation": "val/loss", "statistics": "training_stats/avg_fw_bw_time"
 
 
 def kind_of(line: Mapping[str, Any]) -> str:
-    """What a line of a writer holds."""
     return next((kind for kind, name in KINDS.items() if any(key.startswith(name) for key in line)), "update")
 
 
@@ -83,9 +82,7 @@ def killed(bench: Bench) -> str:
 
 @pytest.fixture(scope="module")
 def resumed(bench: Bench, killed: str) -> dict[str, Case]:
-    """The same config; and another learning rate, which branches off after the same checkpoint. Each case has the event
-    files of the killed run in a folder of its own.
-    """
+    """The same config, and another learning rate, which branches off; each with the killed run's event files."""
     cases = {}
     for name, arguments in (("same", ()), ("changed", ("--cfg-options", "optim_wrapper.optimizer.lr=5e-3"))):
         folder, events, own = bench.copy(killed, name), bench.folder / f"tb-{name}", copy.copy(bench)

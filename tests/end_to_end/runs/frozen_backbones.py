@@ -1,5 +1,4 @@
-"""A config in the outline that xtuner and F-LMM give theirs, imports of mmengine and torch included: the language model
-and the vision tower are frozen, what joins them to images is trained, ZeRO-2. The tests give the data's folder."""
+"""A config in the style of xtuner and F-LMM: ZeRO-2 trains what joins a frozen language model and vision tower."""
 
 from mmengine.hooks import CheckpointHook, IterTimerHook, LoggerHook
 from mmengine.optim import CosineAnnealingLR, LinearLR

@@ -22,10 +22,7 @@ LR = 2e-3
 
 
 def has_zero_gradient(name: str) -> bool:
-    """A key bias of the ViT: softmax ignores what all keys share, so Adam amplifies pure rounding noise.
-
-    Not so in the language model, where a norm follows the projection.
-    """
+    """A key bias of the ViT: softmax ignores what all keys share, so Adam amplifies pure rounding noise."""
     return name.startswith("vit_model.") and name.endswith("k_proj.bias")
 
 
@@ -58,9 +55,7 @@ def outcomes(tmp_path_factory, digits) -> dict[tuple[int, int], Outcome]:
 
 
 def mismatches(a: Outcome, b: Outcome) -> list[str]:
-    """What differs beyond rounding: losses and norms by 1e-5 relative, weights by relative L2: 1e-5, of a bias 3e-5.
-    A bias begins at 0, so its norm is that of its updates alone, in which Adam amplifies rounding.
-    """
+    """What differs: losses and norms by 1e-5, weights by relative L2 1e-5, biases (which begin at 0) 3e-5."""
     found = []
     assert len(a.lines) == len(b.lines) == UPDATES
     for one, other in zip(a.lines, b.lines, strict=True):

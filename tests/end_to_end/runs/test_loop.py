@@ -198,10 +198,7 @@ def damaged(tmp_path_factory) -> tuple[Path, dict[str, str]]:
 
 
 def tokens_of(runner: Runner, sample_id: str) -> int:
-    """Even records: four words drawn as 4 x 4 latent patches. Odd ones: an image read, and four words.
-
-    A text has a begin and an end token around it, an image too.
-    """
+    """Even records: four words and 4 x 4 latent patches; odd ones: an image and four words; begin and end tokens."""
     vit_side = 8 // runner.config["model"]["vit"]["patch_size"]
     patches = 16 if int(sample_id.split(":")[1]) % 2 == 0 else vit_side**2
     return (patches + 2) + (4 + 2)

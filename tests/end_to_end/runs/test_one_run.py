@@ -35,7 +35,6 @@ PICTURES = ("red_circle", "red_square", "blue_square")
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """A tiny unified model in colour; every number of it is small."""
     attention = {"num_attention_heads": 2, "intermediate_size": 32, "hidden_size": 16}
     transform = {"type": "ImageTransform", "max_size": 8, "min_size": 8}
     examples = json.loads((ROOT / "docs" / "sample_data_format.json").read_text())

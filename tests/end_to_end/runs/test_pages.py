@@ -1,8 +1,6 @@
-"""Every command of docs/finetune_bagel.md and docs/finetune_vlm.md as it is in the page, with tiny weights where the
-page downloads them.
+"""Every command of docs/finetune_bagel.md and docs/finetune_vlm.md, with tiny weights where the page downloads them.
 
-Added by the test alone: small sizes at the end of a command, ``cpu`` for ``cuda``, and one process for each
-recipe, of ``bagel_7b_fsdp`` two (and one after its kill).
+Added by the test alone: small sizes, ``cpu`` for ``cuda``, and one process for each recipe, of ``bagel_7b_fsdp`` two.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Shipped recipes for published models, trained from a tiny published directory through ``Runner``; those of BAGEL and
-``nanovlm_230m`` by the commands of their pages: ``test_pages.py``.
-"""
+"""Shipped recipes for published models, trained from a tiny directory; others by commands in ``test_pages.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Settings whose effect only a whole run shows: loss weights, page-locked batches, the policy at the end of an epoch.
-
-Every run is a real one: ``Runner.from_cfg(...).train()`` on one process.
-"""
+"""Settings whose effect only a whole run shows: loss weights, page-locked batches, the end of an epoch."""
 
 from __future__ import annotations
 
@@ -139,8 +136,6 @@ def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, digits, mon
 
 
 class Pairs:
-    """A user's own data set of two tokens."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -154,9 +149,7 @@ class Pairs:
 
 @pytest.mark.parametrize(("drop_last", "iterations"), [(True, 781), (False, 782)])
 def test_iterations_of_an_epoch(tmp_path, digits, drop_last, iterations):
-    """100,000 samples, 64 on each of 2 processes, all divided by 32: 781 whole iterations, or a further one that is
-    filled up.
-    """
+    """100,000 samples, 64 on each of 2 processes, divided by 32: 781 whole iterations, or one more that is filled."""
     settings = pairs(100_000 // 32, batch_size=64 * 2 // 32, drop_last=drop_last)
     runner = Runner.from_cfg(tiny_config(tmp_path, digits, **settings, train_cfg={"max_epochs": 8}))
     assert runner.ruler.sequences_per_epoch / runner.geometry.sequences_per_iteration == iterations

@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.timeout(600)  # two processes, each of which imports all
 def test_a_start_under_deepspeed_has_our_lines_alone(tmp_path: Path) -> None:
-    """mmengine's hooks import bitsandbytes and DeepSpeed; ZeRO-3 calls names that torch has renamed.
-
-    Nothing is compiled: no compiler is needed, and the baton of a killed build of torch's is waited for by nobody.
-    """
+    """mmengine's hooks import bitsandbytes and DeepSpeed; ZeRO-3 calls renamed names of torch. None is compiled."""
     text_config(tmp_path, [{"text": words(4, k)} for k in range(4)])
     config = tmp_path / "config.py"
     config.write_text(config.read_text().replace("KeepBatches", "mmengine.EmptyCacheHook"))

@@ -45,10 +45,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # no
 
 
 def flips(folder: Path) -> Iterator[str]:
-    """The name of each file, while one bit of it differs: at the begin, inside, at the end; then as it was.
-
-    Not of ``digests.json``: what its damage can do is to refuse good files, or to leave out one that is good.
-    """
+    """The name of each file but ``digests.json``, while one bit of it differs: at the begin, inside, at the end."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS):
         content = path.read_bytes()
         for at, bit in ((0, 1), (len(content) // 3, 2), (len(content) // 2, 1), (len(content) - 1, 4)):

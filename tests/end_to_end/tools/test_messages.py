@@ -22,7 +22,6 @@ from unigen_ds.families.bagel.family import Bagel
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> dict[str, Any]:
-    """A config that trains, as plain values."""
     folder = tmp_path_factory.mktemp("messages")
     config = tiny_config(folder / "run", digits, train_dataloader__num_workers=0)
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
@@ -203,7 +202,6 @@ def test_a_model_without_shard_units_is_named_before_anything_is_built(
 
 
 def on_file(plain: dict[str, Any], data: Path, **changes: Any) -> dict[str, Any]:
-    """The config on a JSONL file of the user's."""
     config: dict[str, Any] = json.loads(json.dumps(plain))
     config["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data)}
     return config | changes

@@ -35,7 +35,6 @@ def fine_tuned(folder: Path) -> Any:
 
 
 def decoder(folder: Path, data: Path) -> Any:  # noqa: F811
-    """The same of transformers' kind."""
     first = text_config(data, folder / "first")
     Runner.from_cfg(first).train()
     assert export([str(folder / "first"), str(folder / "source")]) == 0
@@ -47,7 +46,6 @@ def decoder(folder: Path, data: Path) -> Any:  # noqa: F811
 
 
 def vlm(folder: Path, pictures: Path) -> Any:  # noqa: F811
-    """The same of nanoVLM's kind."""
     source = folder / "source"
     source.mkdir()
     character_tokenizer().save_pretrained(source)

@@ -1,6 +1,4 @@
-"""A prompt that spells a special token reaches the model as the ordinary text that it is: through ``main`` of
-``tools/generate.py``, with a checkpoint of each kind of model, drawing and with ``--understand``.
-"""
+"""A prompt that spells a special token reaches every kind of model as ordinary text: ``tools/generate.py``."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ def generate(checkpoint: Path, out: Path, *words: str) -> None:
 
 
 def ordinary(tokenizer: Any) -> list[int]:
-    """The ids of ``PIECES``, none of which is special."""
     ids: list[int] = tokenizer._tokenizer.convert_tokens_to_ids(PIECES)
     assert tokenizer.unk_id not in ids and not {tokenizer.bos_id, tokenizer.eos_id}.intersection(ids)
     return ids

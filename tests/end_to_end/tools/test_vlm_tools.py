@@ -35,7 +35,6 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:  # noqa
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """nanoVLM's directory with its tokenizer beside it."""
     folder = tmp_path_factory.mktemp("published")
     character_tokenizer().save_pretrained(folder)
     for name in ("config.json", "model.safetensors"):

@@ -57,7 +57,6 @@ TEMPLATE = "{model}_bs{batch_size:03d}_lr{lr}_{seed}"
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """A run of one update."""
     folder = tmp_path_factory.mktemp("begun")
     Runner.from_cfg(sized(folder, digits, template=TEMPLATE), max_updates=1).train()
     return folder

@@ -1,7 +1,4 @@
-"""The tree of settings: every problem in one message, mmengine's keys translated, seeds drawn once, origins of values.
-
-Everything goes through ``Runner.from_cfg`` or the command line.
-"""
+"""The tree of settings: all problems in one message, mmengine's keys translated, seeds drawn once, origins."""
 
 from __future__ import annotations
 
@@ -45,7 +42,6 @@ SAMPLER = "train_dataloader.update(sampler=dict(type='DefaultSampler', shuffle={
 
 @pytest.fixture
 def plain(tmp_path: Path, digits: Path) -> dict[str, Any]:
-    """A config that trains, as plain values."""
     config = tiny_config(tmp_path / "run", digits, train_dataloader__dataset__split="val")
     return json.loads(json.dumps(plain_values(config)))  # type: ignore[no-any-return]
 

@@ -21,8 +21,6 @@ from unigen_ds.runner.start.stages import Start
 
 @dataclass(frozen=True)
 class Checked:
-    """One line of a dry run."""
-
     status: Literal["ok", "warning", "problem", "not checked"]
     text: str
     """A problem: what was given, what is allowed, the remedy."""
@@ -64,8 +62,6 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line."""
-
     config: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
     resume_auto: bool = False
@@ -73,7 +69,6 @@ class Asked:
     per_node: int | None = None
     num_batches: int = 100
     skip: Sequence[str] = ()
-    """Names of checks that are left out."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +99,6 @@ def kind_of(batch: Batch) -> Kind:
 
 @dataclass
 class FirstBatches:
-    """The micro-batches that were made."""
-
     accumulative_counts: int
     kinds: list[list[Kind | None]]
     """By rank and iteration; None: it could not be made."""
@@ -118,7 +111,6 @@ class FirstBatches:
     """Of samples, tokens and images."""
 
     def add(self, rank: int, batch: Batch) -> None:
-        """Count a micro-batch, and keep the first of its kind."""
         kind = kind_of(batch)
         self.kinds[rank].append(kind)
         self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)

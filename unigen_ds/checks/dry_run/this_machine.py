@@ -1,6 +1,4 @@
-"""The checks of this machine, which a config with mistakes does not prevent: devices, the variables of the launcher,
-paths that are read, and folders that are written.
-"""
+"""Checks that a config with mistakes does not prevent: devices, the launcher's variables, paths read and written."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ _STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_
 
 
 def check_devices(known: Known) -> Iterator[Checked]:
-    """Adds ``hardware``, which a process of its own asks for: CUDA in this one would prevent it from being forked.
-    Afterwards this process and its children use no device.
-    """
+    """Adds ``hardware``, from a process of its own: CUDA here would prevent forks. Then hides all devices."""
     ((_, (hardware, _)),) = in_processes({"devices": _ask_devices}, jobs=1)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     if not hardware:
@@ -48,9 +44,7 @@ def _ask_devices() -> Hardware | None:
 
 
 def check_job(known: Known) -> Iterator[Checked]:
-    """Adds ``world_size`` and ``per_node``: as asked for, as started, or as the config has it; and what torchrun, MPI
-    or SLURM have set in the environment.
-    """
+    """Adds ``world_size`` and ``per_node``: as asked for, as torchrun, MPI or SLURM started, or as in the config."""
     launcher, asked = str(known.config.values.get("launcher") or "none"), known.asked
     if launcher in _STARTED and _STARTED[launcher] in os.environ:
         try:

@@ -33,10 +33,7 @@ _INPLACE_RESIZE = torch.UntypedStorage.resize_
 
 
 class CountedBytes(TorchDispatchMode):
-    """A context. ``now`` and ``peak`` are bytes; ``begin`` starts a new peak.
-
-    ``on_host`` sets tensors apart that are in host memory by the config's offload: ``device_peak`` is without them.
-    """
+    """A context. ``now`` and ``peak`` are bytes; ``device_peak`` is without what ``on_host`` sets apart (offload)."""
 
     def __init__(self, *, fake: bool = False) -> None:
         super().__init__()

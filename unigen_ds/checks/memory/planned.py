@@ -200,10 +200,9 @@ class Reserve:
 
 
 def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
-    """Plain JSON values, in bytes. ``fits`` is None where no memory was given, or there is no plan.
+    """Plain JSON values, in bytes, with the reserve. ``fits`` is None where no memory was given, or without a plan.
 
-    ``device`` and ``host`` have the reserve. Of the host: the model while it is built, what offload holds, and one
-    tensor at a time while a checkpoint is saved or read.
+    Of the host: the model while it is built, what offload holds, and one tensor at a time of a save or a load.
     """
     engines = []
     on_node = min(report.per_node, report.world_size)

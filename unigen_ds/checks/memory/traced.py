@@ -75,10 +75,7 @@ def trace(
     geometry: Geometry,
     fake: bool = True,
 ) -> Traced:
-    """Run the phases. Of several processes the group must be a fake one (``fake_group``).
-
-    ``fake``: without memory; False: the same with memory, on one process alone. Raises what the model or engine raises.
-    """
+    """Run the phases; of several processes in a ``fake_group``. ``fake``: without memory; else on one process alone."""
     counted = CountedBytes(fake=fake)
     optimizer_cfg = build.build_optimizer_config(settings)
     matrix = nn.Parameter(torch.zeros(2, 2))  # one update of it makes the state that has the shape of the weights
@@ -182,7 +179,6 @@ def _zeros(backend: Backend, kinds: Sequence[str]) -> PieceReader:
 
 
 def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: Mapping[str, float]) -> None:
-    """Forward and backward of each micro-batch, and the step."""
     terms: Any = None
     for i, batch in enumerate(micro_batches):
         with backend.accumulate(last=i == len(micro_batches) - 1):
@@ -208,6 +204,5 @@ def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
 
 @contextmanager
 def without_compile() -> Iterator[None]:
-    """Inside, no module is compiled."""
     with mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None):
         yield

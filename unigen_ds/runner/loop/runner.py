@@ -77,9 +77,7 @@ class Runner:
 
     @classmethod
     def from_cfg(cls, config: Any, *, max_updates: int | None = None) -> Runner:
-        """Build everything a config names: what ``load_config`` returns, a mapping, or ``Settings``. See
-        ``runner/start/parts.py`` for the errors.
-        """
+        """Build all that a config names: of ``load_config``, a mapping, or ``Settings``. See ``start/parts.py``."""
         try:
             return cls(build_parts(config, max_updates=max_updates))
         except BaseException as error:
@@ -89,10 +87,7 @@ class Runner:
 
     @property
     def finished(self) -> bool:
-        """Whether the next update would go beyond a limit of ``train_cfg``: a run never trains on more than asked.
-
-        A limit in tokens ends with the update that reaches it: how many the next update has is not known in advance.
-        """
+        """Whether the next update would exceed ``train_cfg``; its tokens are not known, so these end at the limit."""
         stream = self._parts.start.data.stream
         ahead = stream.position_after(self.progress.sequences, self.geometry.global_batch_size)
         return any(
@@ -109,14 +104,11 @@ class Runner:
         self.stop_reason = reason
 
     def last_losses(self) -> dict[str, float] | None:
-        """See ``hooks.base.Run``."""
         update = self._last.read(self.geometry, self._parts.loader_at)
         return None if update is None else losses(self.backend, update)
 
     def train(self) -> Progress:
-        """Restore, train until done, clean up; again from a checkpoint where a hook raises ``GoBack``. Collective.
-        Returns the final progress.
-        """
+        """Restore, train, clean up; again from a checkpoint after a ``GoBack``. Returns the progress. Collective."""
         try:
             while (back := self._train()) is not None:
                 stops = dist.sum_floats([float(any(hook.wants_stop() for hook in self.hooks))])[0]
@@ -261,7 +253,6 @@ class Runner:
         self._call("after_update", result)
 
     def _names(self, rows: Sequence[Row]) -> list[str]:
-        """Ids of the samples of rows."""
         names = self._parts.start.data.stream.names
         return [draw.sample_id(names) for row in rows for draw in row]
 
@@ -282,7 +273,6 @@ class Runner:
     def save_checkpoint(
         self, name: str, *, form: Form = "sharded", background: bool = False, weights: bool = False
     ) -> Path | None:
-        """See ``hooks.base.Run``."""
         if background and self._writer is None:
             self._writer = BackgroundWriter()
         parts, tokenizer = self._parts, getattr(self.processor, "tokenizer", None)
@@ -320,7 +310,6 @@ class Runner:
         return self._saved(path)
 
     def finish_save(self, *, wait: bool) -> Path | None:
-        """See ``hooks.base.Run``."""
         assert self._writer is not None
         return self._saved(self._writer.finish(wait=wait))
 
@@ -332,17 +321,14 @@ class Runner:
 
     @property
     def skips(self) -> Sequence[Skip]:
-        """See ``hooks.base.Run``."""
         return self._parts.start.data.stream.skips
 
     @property
     def model(self) -> nn.Module:
-        """See ``hooks.base.Run``."""
         engine: Any = self.backend.model
         return cast(nn.Module, engine if isinstance(engine, self._parts.settings.model.cls) else engine.module)
 
     def save_base(self) -> None:
-        """See ``hooks.base.Run``."""
         base = self._parts.plan.base
         if base is None:
             raise ConfigError(
@@ -353,7 +339,6 @@ class Runner:
             logger().info("Saved the base in %s.", copied)
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
-        """See ``hooks.base.Run``."""
         adapters = self._parts.settings.lora is not None  # they are written alone, as they are
         export_checkpoint(checkpoint, out, raw=raw, dtype=None if adapters else DTYPES[dtype])
 
@@ -367,10 +352,9 @@ class Runner:
 
 
 def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
-    """Train a loaded config. Returns None when training is complete or hit ``max_updates``, ``'signal'`` when stopped
-    by one, ``'time limit'`` by that, else the reason of the hook that stopped it.
+    """Train a config. Returns why it stopped early: ``'signal'``, ``'time limit'`` or a hook's reason; else None.
 
-    Raises what ``runner.start.build.build_parts`` raises, and ``TrainingError``.
+    Raises what ``build_parts`` raises, and ``TrainingError``.
     """
     runner = Runner.from_cfg(config, max_updates=max_updates)
     progress = runner.train()
@@ -390,9 +374,8 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
 
 
 class Parameters:
-    """The parameters that the engine was built with. It has sharded them, and has optimizer states of those that are
-    trained, so a hook that freezes, adds or replaces one would not be obeyed: weight decay moves a weight without
-    gradient, and a new one is neither trained nor saved. Such a hook is refused.
+    """The parameters that the engine was built with. A hook that freezes, adds or replaces one is refused: weight decay
+    moves a weight without gradient, and a new one is neither trained nor saved.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -28,8 +28,6 @@ _TALLIES = ("tokens", "samples", "skipped")
 
 @dataclass(frozen=True)
 class Update:
-    """The data of one optimizer step."""
-
     micro_batches: Sequence[MicroBatch]
     counts: Mapping[str, float]
     """Targets of each loss term, over all ranks and iterations."""
@@ -42,10 +40,7 @@ class Update:
     """The next update, which was counted when this one began."""
 
     def requests(self) -> list[bool]:
-        """Whether any process had each request when this update began. The same on all ranks. Collective.
-
-        Called after the update: the sum was started before it, so nothing is left to wait for.
-        """
+        """Whether any process had each request when this update began. Call it after the update. Collective."""
         assert self.ahead is not None
         return [number > 0 for number in self.ahead.finished().asked]
 
@@ -55,8 +50,7 @@ def count_ahead(
 ) -> Iterator[Update]:
     """Read one update ahead, so that its sums are ready when it begins. Collective.
 
-    ``terms``: those of the family; raises ``ConfigError`` where a batch counts others.
-    ``requests``: which of several requests this process has; called once for each update.
+    ``terms``: of the family; others raise ``ConfigError``. ``requests``: those of this process, asked once an update.
     """
     ahead = _start(next(loader), declared=terms)
     while True:

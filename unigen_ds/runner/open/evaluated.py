@@ -1,8 +1,7 @@
 """Evaluate a checkpoint of any engine, files of weights or a published directory on validation data.
 
-In: what ``open_model`` reads, and the ``val_dataloader`` of a config. Out: ``val/loss`` with its parts, as
-``EvaluateHook`` computes them, and further metrics, each with its provenance. With several processes each has the whole
-model and its share of the data.
+In: what ``open_model`` reads, and the ``val_dataloader`` of a config. Out: ``val/loss`` with its parts, and metrics,
+each with its provenance. Each process has the whole model and its share of the data.
 """
 
 from __future__ import annotations
@@ -77,12 +76,10 @@ def evaluate(
         path: a checkpoint, a work dir, files of weights, or a published directory.
         config: of the training; None: the checkpoint's own.
         data: a file of records instead of ``val_dataloader``'s data.
-        batch_size: sequences of a forward pass on each process; None: that of ``val_dataloader``.
-        seq_length: tokens of a sequence at most; None: that of ``val_dataloader``.
+        batch_size, seq_length: sequences of a pass on each process, tokens of one; None: as of ``val_dataloader``.
         max_batches, metrics, max_samples, generation: as of ``EvaluateHook``.
         ema: the average of the weights instead of the weights.
-        tag: name of the checkpoint's folder below ``path``.
-        allow_custom_imports, base: as of ``open_model``.
+        tag, allow_custom_imports, base: as of ``open_model``.
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
@@ -153,9 +150,7 @@ def _settings_of(training: Mapping[str, Any], path: Path, data: str | None, own:
 
 def _validation_data(settings: Settings, manifest: Manifest | None) -> Sequence[ValidationData]:
     """The data of each set, as the run of ``manifest`` has them."""
-    geometry = Geometry(settings.train_dataloader.batch_size or 1)
-    if manifest is not None:
-        geometry = manifest.geometry
+    geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
     if settings.val_dataloader is not None and settings.val_dataloader.divided is not None:
         sets = build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None).validation
     else:  # the training data are not needed, and may not be there

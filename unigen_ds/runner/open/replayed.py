@@ -36,8 +36,6 @@ MOST_SEQUENCES = 64
 
 @dataclass(frozen=True)
 class Replay:
-    """The sequences of an update."""
-
     title: str
     settings: Settings
     data: Data
@@ -96,10 +94,7 @@ _OTHERS: dict[str, Any] = {
 
 
 def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> tuple[Settings, Data]:
-    """Settings and data of a run, with the epoch length and phases of its manifest; without it those of a first start.
-
-    If records were appended later, only the old ones belong to the run.
-    """
+    """Settings and data of a run: of its manifest, without records appended later; without one, of a first start."""
     settings = Settings.from_config({**config, **_OTHERS})
     if settings.randomness.seed is None:
         if manifest is None:
@@ -118,9 +113,7 @@ def replay(
     sequences: tuple[int, int] = (0, 0),
     allow_custom_imports: bool = False,
 ) -> Replay:
-    """Build the sequences of an update, or those of a range. Raises ``DataError`` where the ledger does not have the
-    update, or where the data is not what was trained on, and ``CheckpointError`` where the run has no checkpoint.
-    """
+    """Build the sequences of an update, or of a range. Raises ``DataError`` or ``CheckpointError`` where it cannot."""
     home = home_of(work_dir)
     listing = store.current(store.list_checkpoints(home))
     if not listing:

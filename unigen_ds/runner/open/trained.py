@@ -1,6 +1,4 @@
-"""A checkpoint of any layout, or a published directory -> a model for inference, or the published directory of its
-family. Nothing is merged first.
-"""
+"""A checkpoint of any layout, or a published directory -> a model, or its published form. Nothing is merged first."""
 
 from __future__ import annotations
 
@@ -49,8 +47,7 @@ def open_model(
         raw: the weights themselves, also where there is an average of them (EMA).
         tag: name of the checkpoint's folder below ``path``.
         config: of the training, whose ``custom_imports`` are imported first; None: the checkpoint's own.
-        allow_custom_imports: import the modules that the checkpoint's config names, which executes them. Those of
-            this package need no permission.
+        allow_custom_imports: whether modules that the checkpoint's config names may be imported (``import_stored``).
         base: of adapters: the folder of the base's files; None: as ``find_base`` finds them.
 
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, or where a published directory
@@ -99,9 +96,7 @@ def open_model(
 def find_model(
     path: Path, *, tag: str | None, config: Mapping[str, Any] | None, allow_custom_imports: bool
 ) -> tuple[Path, PublishedFormat | None, Mapping[str, Any]]:
-    """The folder that a user names, its format where it is a published directory, and the config of the training: the
-    given one, else its own. The modules that the config names are imported: they may register a format or a layout.
-    """
+    """The folder, its format where it is published, and the training's config, whose modules are imported."""
     if config is not None:
         import_custom(config)
     path = folder_of(path, where="MODEL")
@@ -145,9 +140,7 @@ def check_device(device: torch.device | str) -> None:
 
 
 def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The config of a checkpoint without the folders that it names: the sizes as the model was built, the tokenizer
-    that was saved with it.
-    """
+    """The config of a checkpoint without folders: the sizes as built, and the tokenizer that was saved with it."""
     whole, built = dict(config), (config.get(BUILT) or {}).get("model")
     if built:
         model = {key: value for key, value in config["model"].items() if key not in _OF_FILES}
@@ -178,11 +171,10 @@ def config_of(directory: Path) -> dict[str, Any]:
 
 
 def import_stored(config: Mapping[str, Any], directory: Path, *, allow: bool) -> None:
-    """Import the modules that the config of the checkpoint in ``directory`` names. Raises ``ConfigError`` where that
-    would execute code that is not allowed.
+    """Import the modules that a checkpoint's config names. Raises ``ConfigError`` where their code is not allowed.
 
-    A checkpoint may come from anywhere, and an import executes code. Allowed are modules that are imported already
-    and those of this package, which are found in its own folder whatever the working directory contains.
+    A checkpoint may come from anywhere. Allowed are modules that are imported already and those of this package, which
+    are found in its own folder whatever the working directory contains.
     """
     modules = CustomImports.parse(config.get("custom_imports"), where="custom_imports").imports
     names = [name for name in modules if name not in sys.modules and not name.startswith("unigen_ds.")]

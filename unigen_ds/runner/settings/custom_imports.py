@@ -25,16 +25,13 @@ class CustomImports(Section):
 
 
 def importable(config: ConfigValues) -> None:
-    """Modules of ``custom_imports`` that Python does not find are looked for beside the config and its bases. For the
-    whole process: worker processes of data loaders import them again.
-    """
+    """Find ``custom_imports`` beside the config and its bases, too: for this process and its workers."""
     for file in with_bases(config.path.resolve()) if config.values.get("custom_imports") else ():
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))
 
 
 def import_custom(config: Mapping[str, Any]) -> None:
-    """``custom_imports=dict(imports=['my.module'])``: modules that register a user's own classes."""
     section = CustomImports.parse(config.get("custom_imports"), where="custom_imports")
     for name in section.imports:
         try:

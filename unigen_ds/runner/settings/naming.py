@@ -1,9 +1,8 @@
 """The name of a run from a template of its settings, and a folder of its own for each run.
 
 ``visualizer.run_name='nanovlm'`` is nanoVLM's own template. ``work_dir='checkpoints/{run_name}'`` makes a folder for
-each run. A resume continues in the newest folder of the same name but for the date. Where there is none, and runs
-whose names differ in ``gpus``, ``batch_size``, ``updates`` or rates have checkpoints, it is refused with the command
-for each.
+each run. A resume continues in the newest folder of the same name but for the date; where only runs with other
+settings have checkpoints, it is refused with the command for each.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ class _Anything:
 
 
 def name_and_folder(settings: Settings, geometry: Geometry) -> tuple[str | None, str | None]:
-    """The name of the run, None where none is asked for; and its folder where ``work_dir`` contains ``{run_name}``.
-
-    Called on rank 0 alone: both contain the time. Raises ``ResumeBlocked`` where another run could be the one to
-    resume.
+    """The run's name, or None; its folder where ``work_dir`` has ``{run_name}``. On rank 0 alone: both have the time.
+    Raises ``ResumeBlocked`` where another run could be the one to resume.
     """
     template, folder = settings.visualizer.run_name, settings.work_dir or ""
     if template is None:
@@ -66,9 +63,7 @@ def name_and_folder(settings: Settings, geometry: Geometry) -> tuple[str | None,
 def name_from_template(
     template: str, settings: Settings, geometry: Geometry, *, date: str = "", any_of: Collection[str] = ()
 ) -> str:
-    """``template`` with the values of the settings, ``*`` for the fields ``any_of``. Raises ``ConfigError`` for another
-    field.
-    """
+    """``template`` with the settings' values, ``*`` for ``any_of``. Raises ``ConfigError`` for another field."""
     values = {**_values(settings, geometry), "date": date, **{field: _Anything() for field in any_of}}
     try:
         return re.sub(r"[/\\\s]+", "-", template.format_map(values))

@@ -1,9 +1,8 @@
 """The whole tree of settings: built once from a config, and the only form in which a config is passed to lower layers.
 
-``load_settings`` is what the tools call: a file is read (``config/overrides.py``), keys of mmengine and xtuner are
-translated, the modules of ``custom_imports`` are imported, and the sections are checked, each once. All problems are
-reported in one ``ConfigError``. ``Settings.from_config`` does the same with values of a user's own code, and
-``load_config`` returns such values: mmengine's ``Config``.
+``load_settings`` reads a file (``config/overrides.py``), translates keys of mmengine and xtuner, imports the modules of
+``custom_imports`` and checks the sections, each once; all problems are in one ``ConfigError``. ``Settings.from_config``
+does so with values of a user's own code, and ``load_config`` returns such values: mmengine's ``Config``.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ class Settings(ModelSettings):
     `'auto'`: from the newest of the work dir, and where there is none as False. `--resume` is `'auto'`, `--resume CKPT`
     a path."""
     base: str | None = None
-    """With `lora`: the folder of the base's files, in place of `model.pretrained`; on a resume they must be those that
-    the manifest records. `--base`."""
+    """With `lora`: the base's folder instead of `model.pretrained`; a resume needs the manifest's files. `--base`."""
     on_batch_change: Literal["refuse", "keep-batch", "keep-lr", "linear", "sqrt"] = "refuse"
     """How the learning rate changes when a resume has another effective batch: `'keep-lr'`, `'linear'` (times new /
     old), `'sqrt'`; kept by later checkpoints. `'keep-batch'`: it stays as it is, and `batch_size` (at most the
@@ -218,10 +216,7 @@ class Settings(ModelSettings):
 
     @classmethod
     def from_config(cls, config: Any) -> Settings:
-        """From what ``load_config`` or ``read_config`` returns, or a mapping; it is not changed.
-
-        Raises one ``ConfigError`` for all that is wrong.
-        """
+        """From ``load_config``, ``read_config`` or a mapping. Raises one ``ConfigError`` for all that is wrong."""
         if isinstance(config, Settings):
             return config
         if isinstance(config, ConfigValues):
@@ -270,9 +265,7 @@ class Settings(ModelSettings):
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of(self.model.cls).terms}
 
     def settled(self, *, seed: int | None, precision: str | None = None, base: Base | None = None) -> Settings:
-        """The same, with what the plan of a start has chosen. A base whose files this machine does not have there (a
-        cache of the hub) stays as the config names it.
-        """
+        """The same with the choices of a plan; a base whose files are not here stays as the config names it."""
         update: dict[str, Any] = {"randomness": Randomness(seed=seed)}
         config = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
         if precision not in (None, self.optim_wrapper.precision):
@@ -299,7 +292,6 @@ class Settings(ModelSettings):
 
     @property
     def folder(self) -> Path:
-        """The work dir."""
         if self.work_dir is None:
             raise ConfigError("the config has no work_dir", remedy="--work-dir DIR, or work_dir=DIR")
         if "{run_name}" in self.work_dir:
@@ -308,7 +300,6 @@ class Settings(ModelSettings):
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
         return self.folder if self.checkpoint_dir is None else Path(self.checkpoint_dir)
 
 
@@ -326,10 +317,7 @@ class LoadedConfig(Config):
 
 
 def read_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> ConfigValues:
-    """Read a config, apply overrides and translate it; ``Settings.from_config`` checks what is returned.
-
-    Raises ``ConfigError`` where the file, or the text of an override, cannot be read.
-    """
+    """Read, override and translate a config, not yet checked. Raises ``ConfigError`` where it cannot be read."""
     config = read_values(name, overrides, known_keys())
     for change in config.changes:
         notice(str(change))
@@ -343,8 +331,7 @@ def load_settings(name: str | Path, overrides: Iterable[str] | Mapping[str, Any]
 
 
 def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
-    """Read a config and apply overrides: ``K=V`` texts of ``--cfg-options``, or a mapping of dotted paths. Its sections
-    are checked where it is used.
+    """Read a config with overrides: ``K=V`` texts or a mapping of dotted paths. Sections are checked where it is used.
 
     Raises one ``ConfigError`` for a broken file, unknown names at the top, and overrides without an effect.
     """

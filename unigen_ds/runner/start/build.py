@@ -44,7 +44,6 @@ from unigen_ds.system.log import logger, notice
 
 
 def build_geometry(settings: Settings, *, dp_size: int) -> Geometry:
-    """Sequences per device, accumulation and data-parallel ranks."""
     meant = settings.world_size
     if settings.on_batch_change == "keep-batch" and meant not in (None, dp_size):
         geometry = build_geometry(settings, dp_size=meant)
@@ -71,12 +70,10 @@ class Skipped:
 def build_sources(
     components: Sequence[Component], processor: Any, *, again: bool = True
 ) -> tuple[list[Any], list[Skipped]]:
-    """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened, or of whose images none
-    can be read, with a warning. The others are the data then, also for the fingerprint: a source that comes back is a
-    change. Raises ``DataError`` where none is left, and ``ConfigError`` with the path of a data set in the config.
+    """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened or read, with a warning.
 
-    ``again``: whether records that could not be used at an earlier start are read again: on a resume that would be
-    other data.
+    A source that comes back is a change of the data. ``again``: try once more what could not be used earlier, which on
+    a resume would be other data. Raises ``DataError`` where none is left, ``ConfigError`` with a data set's path.
     """
     datasets, skipped = [], list[Skipped]()
     for component in components:
@@ -106,8 +103,6 @@ def build_sources(
 
 @dataclass(frozen=True)
 class Data:
-    """The processor and the stream of sequences."""
-
     processor: Any
     """As of ``Family.processor``."""
     stream: SequenceStream
@@ -122,9 +117,7 @@ class Data:
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -> Data:
-    """Tokenizer, processor, data sets, global order, packer, stream. ``ruler`` is the stored one on a resume: it
-    fixes the epoch.
-    """
+    """Tokenizer, processor, data sets, order, packer, stream. ``ruler``: stored on a resume, it fixes the epoch."""
     loader, seed = settings.train_dataloader, settings.seed
     processor = build_processor(settings, seed=seed)
     again = ruler is None or settings.on_data_change == "restart"
@@ -193,9 +186,7 @@ def build_processor(settings: ModelSettings, *, seed: int) -> Any:
 
 
 def locate_pretrained(model: Component) -> Mapping[str, Any]:
-    """The section ``model`` with folders instead of the hub's names in ``pretrained``. Raises ``ConfigError`` for the
-    directory of another family.
-    """
+    """``model`` with folders for the hub's names in ``pretrained``. Raises ``ConfigError`` for another family's."""
     spec, where = model.spec, "model.pretrained"
     pretrained = spec.get("pretrained")
     if isinstance(pretrained, str):
@@ -225,8 +216,7 @@ def total_sequences(limits: Sequence[Duration], geometry: Geometry, tokens_per_s
 def build_model(settings: ModelSettings, processor: Any, *, seed: int, stream: bool = False) -> nn.Module:
     """The model on the CPU in fp32, with adapters: the same weights on every rank and for every number of processes.
 
-    ``stream``: on the meta device if its weights are published ones, which its ``initial_weights`` then reads. A model
-    that is to be quantised is first built whole.
+    ``stream``: on the meta device where ``initial_weights`` reads published ones; whole first if it is quantised.
     """
     spec, tokenizer = locate_pretrained(settings.model), getattr(processor, "tokenizer", None)
     kind = settings.model.cls
@@ -250,7 +240,6 @@ def connect(model: Any, processor: Any) -> None:
 
 
 def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
-    """The parameter groups of a model's named parameters."""
     wrapper = settings.optim_wrapper
     return build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)
 
@@ -314,13 +303,10 @@ def build_hooks(settings: Settings) -> list[Hook]:
 
 
 def check_states(hooks: Sequence[Hook]) -> None:
-    """Refuse a hook whose state no checkpoint can store, before the first update instead of at every save.
-
-    One whose ``state_dict`` fails before an update is left to the first save. Raises ``ConfigError``.
-    """
+    """Refuse a hook whose state no checkpoint can store, before the first update. Raises ``ConfigError``."""
     states: dict[str, Any] = {}
     for hook in hooks:
-        with suppress(Exception):
+        with suppress(Exception):  # it may work after an update: left to the first save
             states[hook.name or type(hook).__name__] = hook.state_dict()
     states_text(states)
 

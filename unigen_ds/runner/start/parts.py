@@ -1,9 +1,8 @@
 """All stages of a start, over all processes: a config -> ``Parts``, everything that the loop uses.
 
-The order matters in two respects. What can be refused from files alone (keys, the geometry, the checkpoint, the data)
-is refused before processes join and before the model is built. The random generators are seeded just before the model
-is built, so initial weights depend on the seed and on nothing that was built earlier. ``restore`` loads the weights of
-a checkpoint and, on a resume, everything else that it contains, into the engine and the hooks.
+What can be refused from files alone (keys, geometry, checkpoint, data) is refused before processes join and before the
+model is built. The random generators are seeded just before the model is built, so initial weights depend on the seed
+and on nothing that was built earlier.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ from unigen_ds.system.seeding import derive_seed, seed_everything
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one run."""
-
     settings: Settings
     plan: ResumePlan
     start: Start
@@ -66,7 +63,6 @@ class Parts:
     schedules: Schedules
     parameters: list[dict[str, Any]]
     plain_config: dict[str, Any]
-    """The config as plain values, for the manifest."""
     loader: UpdateLoader
     loader_at: Callable[[Geometry, Cursor], UpdateLoader]
     """Makes another loader of this rank, without workers: to read data again."""
@@ -121,9 +117,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
 
 
 def parts_after(back: GoBack, parts: Parts, model: Any) -> Parts:
-    """The parts of a run that goes back to a checkpoint: engine and model stay, and ``restore`` loads them; all else is
-    new and checked as at a resume. Collective.
-    """
+    """The parts of a run that goes back to a checkpoint: all is new and checked but engine and model. Collective."""
     clock.begin()
     backend, geometry = parts.backend, parts.geometry
     settings = parts.settings.going_back(back.checkpoint, back.skip)
@@ -300,8 +294,7 @@ def _is_local(value: Any) -> bool:
 def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any] | None:
     """Load what the plan names: weights; on a resume also moments, hook states and, last, the random generators.
 
-    ``home``: the folder of the run's checkpoints. Returns the argument of ``after_load_checkpoint``; None where the run
-    is no resume. Raises ``CheckpointError`` or ``ResumeBlocked`` where the checkpoint does not fit.
+    Returns the argument of ``after_load_checkpoint``, or None. Raises ``CheckpointError`` or ``ResumeBlocked``.
     """
     checkpoint, manifest = parts.plan.checkpoint, parts.start.manifest
     if checkpoint is None:
@@ -339,9 +332,7 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
 def fit_weights(
     parts: Parts, reader: ShardReader, stored: Sequence[Mapping[str, Any]], stored_config: Mapping[str, Any]
 ) -> None:
-    """Weights for another model, as ``load_cfg`` allows. Differences are logged, or refused; ``load_report.json`` has
-    every name. ``stored`` is the checkpoint's parameter table, ``stored_config`` what is known of its config.
-    """
+    """Weights for another model, as ``load_cfg`` allows: differences are in ``load_report.json``, or refused."""
     sizes = other_sizes(stored_config, parts.plain_config, hidden=True)
     cfg, report_file = parts.plan.load_cfg, parts.settings.folder / REPORT_FILE
     base = parts.backend.left_out

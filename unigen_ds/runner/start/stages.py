@@ -5,9 +5,8 @@
     settings ──> engine ──────> plan ───────> data ───────> checklist ──> hooks ─> model ─> schedules ─> engine prepared
     Settings     build_engine   plan_start    read_start    run_checklist └─────────── build.py ──────────┘
 
-``parts.py`` runs all of them over all processes; ``--dry-run``, ``tools/resume.py``, ``tools/plan.py`` and
-``tools/inspect_data.py`` run as many as they need. All that is here is computed from the config, its data and the
-checkpoint's manifest: the result is the same on every rank, and needs neither a process group nor a device.
+``parts.py`` runs them all over all processes; ``--dry-run`` and the tools as many as they need. All is computed from
+the config, its data and the checkpoint's manifest: equal on every rank, without a process group or a device.
 """
 
 from __future__ import annotations
@@ -76,10 +75,9 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
 
 
 def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
-    """The checkpoint to begin with, the seed, the precision and the files of a base. On rank 0, which sends the result
-    to the others. Without ``hashes`` sizes of files are compared, not their content.
+    """The checkpoint to begin with, the seed, the precision and a base's files: on rank 0, which sends them.
 
-    Raises ``ConfigError``, ``CheckpointError`` or ``ResumeBlocked`` where the run cannot begin so.
+    Without ``hashes`` only sizes are compared. Raises ``ConfigError``, ``CheckpointError`` or ``ResumeBlocked``.
     """
     check_home(settings.folder, settings.checkpoints)
     plan = plan_resume(
@@ -116,9 +114,7 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
 
 
 def check_weights(pretrained: Any, *, where: str = "model.pretrained") -> None:
-    """Check that each path of published weights exists, and has the content that was written: the model itself is built
-    after all data is read. A name of the hub is left to the model. Raises ``ConfigError`` or ``CheckpointError``.
-    """
+    """Raise, before all data is read, ``ConfigError`` or ``CheckpointError`` for missing or changed weights."""
     if isinstance(pretrained, Mapping):
         for key, value in pretrained.items():
             check_weights(value, where=f"{where}.{key}")
@@ -131,11 +127,7 @@ def check_weights(pretrained: Any, *, where: str = "model.pretrained") -> None:
 
 
 def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: Geometry) -> tuple[Settings, Geometry]:
-    """The settings with the choices of the plan, and the geometry, which ``on_batch_change='keep-batch'`` finds anew
-    for the checkpoint's effective batch. An engine that was asked for another precision, or geometry, is asked again.
-
-    Raises ``ConfigError`` where it cannot work.
-    """
+    """The settings with the plan's choices, and the geometry. Raises ``ConfigError`` where the engine cannot work."""
     assert plan.precision is not None, "rank 0 has chosen one"
     asked, own = build.build_optimizer_config(settings), geometry
     if settings.on_batch_change == "keep-batch" and plan.mode == "resume" and plan.manifest is not None:
@@ -171,9 +163,7 @@ class Start:
     total_sequences: float
 
     def schedules(self, groups: Sequence[ParamGroup], *, global_batch_size: int) -> Schedules:
-        """The config's curves. On a resume the stored ones, where the config is the one they came from; an edited
-        config's own at the present progress. A change of the effective batch scales both as ``on_batch_change`` states.
-        """
+        """The config's curves; on a resume the stored ones if those are equal, scaled by ``on_batch_change``."""
         settings, manifest, total = self.settings, self.manifest, self.total_sequences
         base = [{"name": group.name, "lr": group.lr} for group in groups]
         curves = Schedules.from_cfg(settings.param_scheduler, ruler=self.ruler, base=base, total_sequences=total)
@@ -192,10 +182,7 @@ class Start:
 
 
 def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> Start:
-    """Read the data as the manifest of the plan continues it, or what another trainer's checkpoint states.
-
-    Raises ``DataError``, ``ConfigError``, and what ``adopt`` raises. Data that differs is a finding of the checklist.
-    """
+    """Read the data as the plan continues it. Raises ``DataError``, ``ConfigError``, and what ``adopt`` raises."""
     manifest = plan.manifest if plan.mode == "resume" else None
     unknown: tuple[str, ...] = ()
     if plan.mode == "resume" and plan.checkpoint and manifest is None:
@@ -216,10 +203,9 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
 def continue_data(
     settings: Settings, manifest: Manifest | None, *, geometry: Geometry, on_change: OnDataChange, check: bool = True
 ) -> tuple[build.Data, DataChange, Cursor]:
-    """The data of a run with the epochs and phases of its manifest, what has changed since then, and the position.
+    """The data with the epochs and phases of its manifest, what has changed since then, and the position.
 
-    Data that has changed in a way that ``on_change`` does not allow stays as it is now. ``check``: refuse data that no
-    start would use.
+    Data that changed in a way that ``on_change`` does not allow stays as it is now. ``check``: refuse unusable data.
     """
     data = build.build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
     for part in data.parts if check else ():
@@ -240,11 +226,7 @@ def continue_data(
 def run_checklist(
     start: Start, plan: ResumePlan, *, backend: Backend, geometry: Geometry, hashed: bool = True
 ) -> list[Finding]:
-    """All findings of the checklist of a resume. ``hashed``: whether the plan has read the checkpoint's files.
-
-    The parameters are the stored ones where the config's model is the stored one, else those of a model on the meta
-    device. The real model is checked again once it is built.
-    """
+    """All findings of a resume's checklist. ``hashed``: whether the plan has read the checkpoint's files."""
     settings, manifest, plain = start.settings, start.manifest, plain_config(start.settings)
     assert manifest is not None, "only a resume is checked"
     if all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer")):  # the stored model
@@ -281,9 +263,7 @@ def run_checklist(
 
 
 def plain_config(settings: Settings, *, model: Any = None) -> dict[str, Any]:
-    """The config as plain JSON values, as a manifest keeps it. With ``model`` also its arguments as it was built,
-    without ``pretrained``: a checkpoint is built again from these alone, and sizes that no config states are compared.
-    """
+    """The config as plain JSON values, as a manifest keeps it; with ``model`` also its arguments as it was built."""
     values: dict[str, Any] = json_values(settings.given)
     if hasattr(model, "arguments"):
         values |= json_values({BUILT: {"model": model.arguments()}})
