@@ -298,7 +298,7 @@ def test_no_banned_word_occurs() -> None:
 
 
 _SOURCES = (".py", ".toml", ".c", ".cpp")
-MOST_LINES = {"unigen_ds": 43_200, "tests": 42_500}
+MOST_LINES = {"unigen_ds": 42_000, "tests": 42_000}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,
