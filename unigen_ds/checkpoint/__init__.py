@@ -1,1 +1,5 @@
-"""Checkpoints, whole or not at all: ``saver.py`` writes, ``store.py`` verifies, ``layouts/``, ``foreign.py`` read."""
+"""Checkpoints: written whole or not at all, listed, verified, retained, merged.
+
+In: a backend's shards. Out: a folder with a ``Manifest``, committed by its name. ``save`` (``saver.py``) writes it,
+``store.py`` finds the newest valid one, ``layouts/`` read the files of each engine, ``foreign.py`` those of others.
+"""

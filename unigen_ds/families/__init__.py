@@ -1,1 +1,4 @@
-"""Kinds of models, a package each: model, processor, published directories, inference. ``models/``: shared layers."""
+"""Kinds of models, one package each: the model, its processor, its published directories, its inference.
+
+``models/`` has the layers that several share.
+"""

@@ -1,4 +1,5 @@
 """Settings of other trainers -> a config of this one: ``tools/migrate.py``.
 
-``commands.py`` reads a command line or YAML, ``guides.py`` and ``xtuner.py`` fill a ``Draft`` by the guides' names.
+``commands.py`` reads one command line, or YAML, without a shell; a config in Python is read by mmengine. ``guides.py``
+and ``xtuner.py`` have the names of the guides. ``Draft`` is the config that is made.
 """

@@ -1,1 +1,5 @@
-"""From which checkpoint a run continues (``plan.py``), what may differ (``checklist.py``), a new split of the batch."""
+"""From which checkpoint a run continues, and what may differ: the checklist.
+
+In: a ``Manifest`` and a ``Proposal`` (what the new start would be). Out: findings, and a plan. ``checklist.py`` has a
+function for each point, ``plan.py`` decides, ``geometry.py`` re-splits the batch.
+"""

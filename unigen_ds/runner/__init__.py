@@ -1,6 +1,7 @@
 """The training loop, and the only package that builds objects from a config.
 
-``settings/`` (config -> settings), ``start/`` (-> parts), ``loop/`` (``Runner``); ``open/`` (checkpoint -> a model).
+In order: ``settings/`` (config -> typed settings), ``start/`` (settings -> parts), ``loop/`` (``Runner``), and
+``open/`` (a checkpoint -> a model for inference).
 """
 
 from unigen_ds.runner.loop.runner import Runner as Runner

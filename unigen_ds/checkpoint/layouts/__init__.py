@@ -1,5 +1,6 @@
-"""Files of each engine's layout -> a ``ShardReader``, found in ``LAYOUTS`` by the manifest's name for it. A user's own
-is a class with the same constructor, under the name that its backend passes to ``StateFiles``.
+"""Files of each engine's layout -> a ``ShardReader``. ``store.open_reader`` picks it in the registry ``LAYOUTS`` by the
+manifest's name for it. A user's own layout registers a class with the constructor of the readers here, under the name
+that its backend passes to ``StateFiles``.
 """
 
 from unigen_ds.checkpoint.layouts.dcp import DCPReader

@@ -15,8 +15,11 @@ __all__ = ["Metric", "build_metrics", "evaluated"]
 
 
 def build_metrics(specs: Sequence[Mapping[str, Any] | Metric], *, where: str = "metrics") -> list[Metric]:
-    """The checked metrics that ``[dict(type='BLEU'), ...]`` names; ``sets`` is no argument of a class. Raises
-    ``ConfigError``, also for two metrics of one name, whose values could not be distinguished."""
+    """The metrics that ``[dict(type='BLEU'), ...]`` names, each checked: what is missing is an error here. The key
+    ``sets`` of each is that of the metric, no argument of its class.
+
+    Raises ``ConfigError``, also for two metrics of one name, whose values could not be distinguished.
+    """
     metrics: list[Metric] = []
     for n, spec in enumerate(specs):
         if isinstance(spec, Metric):

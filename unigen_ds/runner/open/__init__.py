@@ -1,1 +1,3 @@
-"""A checkpoint or a directory -> a model to use (``trained.py``), its losses and metrics (``evaluated.py``)."""
+"""A checkpoint or a directory -> a model to use: ``open_inferencer``, ``open_model``, ``export_checkpoint``
+(``trained.py``). ``evaluated.py`` is the start of an evaluation.
+"""
