@@ -57,6 +57,8 @@ class NotFour(RecordFilter):
 
 @FILTERS.register_module()
 class AtLeastTwoTurns(RecordFilter):
+    """Another one, with a setting."""
+
     def __init__(self, *, turns: int) -> None:
         self.turns = turns
 

@@ -161,6 +161,7 @@ def config_of(directory: Path) -> dict[str, Any]:
         return directory_format.config(directory)
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
+        read_source(directory)  # raises where it holds something else
         raise CheckpointError(
             f"{directory} does not contain its config"
             + ", at least not one that a registered family recognises" * (directory / "config.json").is_file(),
