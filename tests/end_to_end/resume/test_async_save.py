@@ -211,6 +211,8 @@ def test_a_disk_that_fails_for_a_while(twice, data, fault, async_save, capsys):
     failed = re.findall(r"ERROR could not write checkpoint \S+/(iter_\d.pth): (.*)", capsys.readouterr().err)
     assert [name for name, _ in failed] == iterations(*([2] if async_save else []), 4, 6)
     assert all(text.endswith("Training continues without this checkpoint.") for _, text in failed)
+    if async_save and fault == "inodes":  # the files of iter_2.pth, when they are removed, may leave enough for a start
+        said += r"|\[Errno 28\] No space left"
     assert all(re.search(said, text) for name, text in failed if name != "iter_2.pth"), failed
     assert names(twice) == iterations(*([] if async_save else [2]), 8, 10)
     assert fault in ("unmount", "read_only") or not list(twice.glob("*.tmp-*")), (
