@@ -197,6 +197,7 @@ class LossTerms:
         not finite has no finite gradient: all ranks then skip the update. Raises ``ConfigError`` for other terms.
         """
         check_terms(self.sums, of="LossTerms.sums", declared=loss_weights)
+        assert self.sums, "a model must return at least one loss term"
         first, *others = [
             value * (loss_weights[name] / counts[name] if counts[name] else 0.0) for name, value in self.sums.items()
         ]

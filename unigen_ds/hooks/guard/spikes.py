@@ -19,7 +19,7 @@ from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.data.order.order import Skip
 from unigen_ds.hooks.base import GoBack, Hook, Run, UpdateResult
-from unigen_ds.hooks.log.logger import global_losses
+from unigen_ds.hooks.log.logger import losses_of_updates
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
@@ -81,7 +81,7 @@ class SpikeHook(Hook):
         """Collective. Raises ``GoBack``, or ``TrainingError`` where that is not possible."""
         pending, self._pending = self._pending, []
         if pending:
-            losses = [global_losses(result)["loss"] for _, result in pending]
+            losses = [one["loss"] for one in losses_of_updates([result for _, result in pending])]
             back: GoBack | None = dist.on_main(lambda: self._decide(run, pending, losses))
             if back is not None:
                 raise back

@@ -329,16 +329,21 @@ def progress_line(record: Mapping[str, Any], *, summary: Mapping[str, float]) ->
 def global_losses(result: UpdateResult) -> dict[str, float | None]:
     """``loss/<term>``: the mean over all targets of the update on all ranks, None where there are none; ``loss``: the
     weighted sum of the others, if any. Collective."""
-    terms = sorted(result.counts)
-    local = [float(result.local_sums[term]) if term in result.local_sums else 0.0 for term in terms]
-    losses: dict[str, float | None] = {}
-    total: float | None = None
-    for term, value in zip(terms, dist.sum_floats(local), strict=True):
+    return losses_of_updates([result])[0]
+
+
+def losses_of_updates(results: Sequence[UpdateResult]) -> list[dict[str, float | None]]:
+    """``global_losses`` of several updates by one sum over the ranks."""
+    pairs = [(number, term) for number, result in enumerate(results) for term in sorted(result.counts)]
+    local = [float(results[number].local_sums.get(term, 0.0)) for number, term in pairs]
+    means: list[dict[str, float | None]] = [{"loss": None} for _ in results]
+    for (number, term), value in zip(pairs, dist.sum_floats(local), strict=True):
+        result, losses = results[number], means[number]
         count = result.counts[term]
         losses[f"loss/{term}"] = mean = value / count if count else None
         if mean is not None:
-            total = (total or 0.0) + result.loss_weights.get(term, DEFAULT_WEIGHT) * mean
-    return {"loss": total, **losses}
+            losses["loss"] = (losses["loss"] or 0.0) + result.loss_weights.get(term, DEFAULT_WEIGHT) * mean
+    return means
 
 
 def global_memory() -> dict[str, float]:
