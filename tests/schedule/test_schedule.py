@@ -120,7 +120,7 @@ class TestState:
     @pytest.mark.parametrize("cfg", [WARMUP_COSINE, EVERY_KIND, None], ids=["xtuner", "every kind", "none"])
     def test_round_trip_is_bit_equal(self, cfg) -> None:
         unscaled = make(cfg, per_epoch=797, geometry=Geometry(3, 2, 2)).state_dict()
-        before = Schedules.from_state_dict(unscaled | {"lr_scale": 1 / 3})
+        plain, before = (Schedules.from_state_dict({**unscaled, "lr_scale": scale}) for scale in (1.0, 1 / 3))
         text = json.dumps(before.state_dict(), allow_nan=False)
         after = Schedules.from_state_dict(json.loads(text))
         assert after == before
@@ -128,6 +128,7 @@ class TestState:
         for i in range(600):
             progress = Progress(sequences=7 * i, tokens=131 * i)
             assert after.at(progress) == before.at(progress)
+            assert after.at(progress) == [{**group, "lr": group["lr"] * (1 / 3)} for group in plain.at(progress)]
 
     def test_it_needs_no_config(self) -> None:
         """Sequences and tokens are stored: the begin of the cosine is 0.1 x 800."""
