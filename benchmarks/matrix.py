@@ -159,10 +159,11 @@ def check_elastic(launched: Launched, name: str) -> Row:
         figures |= {"tensors": len(loaded), "differing tensors": len(differing)}
         near_enough.append(not differing)
     if "/fp32-" in name:
-        first, last = run.lines[0]["update"], run.lines[-1]["update"]
+        first, last, saved = run.lines[0]["update"], run.lines[-1]["update"], cases.ELASTIC_SAVED
         found = metric_deviation(run, straight, after=first - 1, updates=last)
         figures |= {"updates": f"{first} to {last}", "loss and norm": found}
-        near_enough.append(found <= BOUND and (first, last) == ((4, 8) if loader else (1, 3)))
+        wanted = (saved + 1, cases.ELASTIC_UPDATES) if loader else (1, saved)
+        near_enough.append(found <= BOUND and (first, last) == wanted)
     return Row("", name, figures, all(near_enough))
 
 
@@ -216,7 +217,8 @@ def check_published(launched: Launched, name: str) -> Row:
 TITLES: dict[str, tuple[str, Check]] = {
     "equivalence": ("20 updates in fp32, compared with one process", lambda r, n: near(r, n, "single@1")),
     "resume": (
-        "Killed with SIGKILL in update 7, resumed from update 5, compared with a run never stopped: bit-equal",
+        f"Killed with SIGKILL in update {cases.KILL_AT}, resumed from update {cases.SAVED_AT}, compared with a run"
+        " never stopped: bit-equal",
         check_resume,
     ),
     "killed": (
@@ -237,7 +239,7 @@ TITLES: dict[str, tuple[str, Check]] = {
         "Saved by one engine, loaded by another: bit-equal by name; later updates compared with one process",
         check_elastic,
     ),
-    "faulty": ("A gradient that is not finite on one rank in update 5", check_faulty),
+    "faulty": (f"A gradient that is not finite on one rank in update {cases.BAD_UPDATE}", check_faulty),
     "odd": ("A user's model: odd sizes, tied head, frozen tower, buffer, two groups", check_odd),
     "recompute": (
         "Activation checkpointing on, with dropout, compared with off",

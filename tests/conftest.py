@@ -75,6 +75,16 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """A run sets variables of this process; later tests, and the processes that they start, are without them."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {*processes.SET_BY_IMPORTS}:
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _plain_logger() -> Iterator[None]:
     """A run configures the logger of the whole process; the next test needs an unconfigured one, for caplog."""
     log = logging.getLogger("unigen_ds")

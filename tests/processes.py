@@ -39,10 +39,10 @@ from unigen_ds.system.dist import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_SET_BY_IMPORTS = (
+SET_BY_IMPORTS = (
     "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",  # scikit-learn
     "QT_QPA_FONTDIR", "QT_QPA_PLATFORM_PLUGIN_PATH", "LD_LIBRARY_PATH",  # OpenCV
-    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK",
     "PYTORCH_CUDA_ALLOC_CONF",  # a run in this process
 )  # fmt: skip
 """What packages set in this process when they are imported, and a run when it starts."""
@@ -54,8 +54,8 @@ _STARTED_WITH = dict(
 
 def as_of_a_user(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what imports have set here: a process that a user starts has none of it."""
-    kept = {name: value for name, value in environment.items() if name not in _SET_BY_IMPORTS}
-    return kept | {name: _STARTED_WITH[name] for name in _SET_BY_IMPORTS if name in _STARTED_WITH}
+    kept = {name: value for name, value in environment.items() if name not in SET_BY_IMPORTS}
+    return kept | {name: _STARTED_WITH[name] for name in SET_BY_IMPORTS if name in _STARTED_WITH}
 
 
 ENVIRONMENT = {k: v for k, v in as_of_a_user(os.environ).items() if k not in _LAUNCHER} | {

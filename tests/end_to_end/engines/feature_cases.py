@@ -20,11 +20,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Muon": {"type": "Muon", "lr": 2e-2, "weight_decay": 0.1, "adamw": {"lr": 2e-3, "betas": [0.9, 0.95]}},
     "NormalizedMomentum": {"type": "NormalizedMomentum", "lr": 0.2, "adamw": {"lr": 2e-3, "patterns": ["mix"]}},
 }
-OPTIMIZER_LINK, OPTIMIZER_UPDATES = 3, 6
+OPTIMIZER_LINK, OPTIMIZER_UPDATES = 2, 4
 MATRIX_ENGINES = (("FULL_SHARD", 2), ("NO_SHARD", 2), ("FULL_SHARD", 3), ("HYBRID_SHARD", 4))
 
-WATCHED_UPDATES = 9
-WATCHED_SAVED_AT = 5
+WATCHED_UPDATES = 6
+WATCHED_SAVED_AT = 3
 WANDB: dict[str, Any] = {  # W&B writes its file every 15 s otherwise, and a kill takes what it holds back
     "type": "WandbVisBackend",
     "init_kwargs": {
@@ -36,7 +36,7 @@ WANDB: dict[str, Any] = {  # W&B writes its file every 15 s otherwise, and a kil
 
 
 def watched(*, full: bool) -> list[Job]:
-    """Both writers, of two processes killed with SIGKILL in update 7, resumed by one process from update 5."""
+    """Both writers, of two processes killed with SIGKILL in update 5, resumed by one process from update 3."""
     writers = {
         "visualizer": {"vis_backends": [WANDB, {"type": "TensorboardVisBackend"}]},
         "default_hooks__checkpoint__interval": 2 * WATCHED_SAVED_AT,
@@ -163,7 +163,7 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
 
 EVALUATED_UPDATES = 2
 EVALUATED_ENGINES = (("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2))
-EVALUATED_BY_FOUR = (("zero3", 4), ("HYBRID_SHARD", 4))
+EVALUATED_BY_FOUR = (("HYBRID_SHARD", 4),)
 _HELD = [
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/few.jsonl"},
@@ -189,7 +189,7 @@ def evaluated(*, full: bool) -> list[Job]:
     """
     start = Job("evaluated/start", [Phase(1, config("single", 1), 4)])
     jobs = [start]
-    more = (("zero1", 2), ("NO_SHARD", 2), ("zero2", 4), ("FULL_SHARD", 4)) if full else ()
+    more = (("zero1", 2), ("NO_SHARD", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)) if full else ()
     for engine, world in (("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR, *more):
         base = config(engine, world, model__llm__dropout=0.1, load_cfg={})
         ema = {"type": "EMAHook", "momentum": 0.1}

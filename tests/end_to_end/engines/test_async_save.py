@@ -46,9 +46,10 @@ def test_milestones_are_kept_and_have_their_weights_alone(kind, name):
     """The weights are those of the checkpoint, to the bit, by the model's names; and so is their average."""
     run, counts = runs().outcome(f"{kind}/{name}"), cases.GEOMETRY[int(name[-1])][1]
     if kind == "odd":
-        assert [path.name for path in run.checkpoints] == [f"iter_{n * counts}.pth" for n in (4, 8, 10)]
+        kept = [f"iter_{n * counts}.pth" for n in (cases.MILESTONE, cases.ODD_UPDATES)]
+        assert [path.name for path in run.checkpoints] == kept
     folder = run.folder / store.WEIGHTS
-    names = {f"iter_{n * counts}" for n in (4, 8)}
+    names = {f"iter_{cases.MILESTONE * counts}"}
     assert {path.name for path in folder.iterdir()} == names | {f"{name}_ema" for name in names}
     for name in names:
         stored = tensors(run.folder / f"{name}.pth")

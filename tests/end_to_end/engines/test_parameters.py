@@ -22,7 +22,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing(name):
     """Skipped on all ranks: weights, moments, steps, buffers and the average are those of the checkpoint before."""
     run = runs().outcome(name)
     assert [line["applied"] for line in run.lines] == [u != cases.BAD_UPDATE for u in range(1, cases.BAD_UPDATES + 1)]
-    before, after, later = (tensors(run.folder / f"iter_{2 * u}.pth") for u in (4, 5, 6))
+    first = cases.BAD_UPDATE - 1
+    before, after, later = (tensors(run.folder / f"iter_{2 * u}.pth") for u in range(first, first + 3))
     assert unequal(before, after) == []
     assert len(unequal(after, later)) > 0.9 * len(after) / 2
 
@@ -65,7 +66,7 @@ def test_a_users_own_model_with_tied_weights_and_two_groups(name):
     assert weight_deviation(run.final, single.final).relative_l2 <= 1e-5
     assert {line["lr/connector"] for line in run.lines} == {5e-3} and {line["lr"] for line in run.lines} == {cases.LR}
     assert run.final["buffer", "gain"].tolist() == [0.5, 1.5, 2.5]
-    assert int(run.final["buffer", "calls"]) == 20
+    assert int(run.final["buffer", "calls"]) == 2 * cases.ODD_UPDATES
     assert ("master", "head.weight") not in run.final and ("master", "emb.weight") in run.final
     for parameter in ("frozen.0.weight", "frozen.1.bias"):
         assert torch.equal(run.final["master", parameter].flatten(), run.initial[parameter].flatten())

@@ -37,15 +37,15 @@ def test_a_killed_and_resumed_run_is_bit_equal(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_really_was_killed_after_the_checkpoint(name):
-    """The killed run had logged update 6, was resumed from update 5, and logged update 6 again."""
+    """The killed run had logged update 4, was resumed from update 3, and logged update 4 again."""
     folder = runs().outcome(f"{name}/killed").folder
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     assert text.count('"event": "resume"') == 1
-    assert text.count('"update": 6,') == 2 and text.count('"update": 7,') == 1
+    assert [text.count(f'"update": {n},') for n in (cases.KILL_AT - 1, cases.KILL_AT)] == [2, 1]
     timeline = parse_lines(folder / "timeline.jsonl")[0]
     assert [line["update"] for line in timeline if line["event"] == "start"] == [0, cases.SAVED_AT], "of rank 0 alone"
     assert [line["event"] for line in timeline].count("end") == 1
-    saved = Manifest.read(folder / "iter_10.pth")
+    saved = Manifest.read(folder / f"iter_{2 * cases.SAVED_AT}.pth")
     assert saved.progress.updates == cases.SAVED_AT
 
 
@@ -89,13 +89,13 @@ def test_tied_frozen_and_odd_parameters_go_on_bit_equal(name):
     resumed, straight = runs().outcome(name), runs().outcome(name.removesuffix("-resumed"))
     assert [line["loss"] for line in resumed.lines] == [line["loss"] for line in straight.lines]
     assert unequal(resumed.final, straight.final) == []
-    assert int(resumed.final["buffer", "calls"]) == 20
+    assert int(resumed.final["buffer", "calls"]) == 2 * cases.ODD_UPDATES
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_what_they_resumed_from_is_two_files(name):
     """``form='full'``: no file of an engine or of a rank is left, except the generators' states."""
-    folder = runs().outcome(name).folder / "iter_10.pth"
+    folder = runs().outcome(name).folder / f"iter_{cases.ODD_UPDATES}.pth"
     manifest = Manifest.read(folder)
     found = {entry.path for entry in manifest.files if not entry.path.startswith("rng/")}
     assert found >= {"model.safetensors", "optimizer.safetensors", "ema/rank00000.safetensors"}
