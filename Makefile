@@ -8,7 +8,7 @@
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
 # make robustness  10,000 damaged data sets of every format: read, skipped and counted, or named (CASES=N SEED=S, or ONLY=K)
 # make crash-states  10,000 states of the disk after a power cut within saves, deletions, merges and resumes of each engine
-#                (N=COUNT SEED=S): what a resume then finds (make test has 500)
+#                (N=COUNT SEED=S): what a resume then finds (make test has 200)
 # make kills   runs under every engine are killed N times at random moments (N=1000 SEED=S, or ONLY=K: one run; MINUTES=M)
 #              and must end bit-equal to those that were not (make test: 15 kills)
 # make worker-kills  a data worker is killed 200 times at random moments, of runs too (make test: fewer)

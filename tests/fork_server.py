@@ -27,7 +27,8 @@ from typing import TextIO
 PRELOADED = (
     "unigen_ds.runner", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "PIL.Image",
     "transformers.tokenization_utils_tokenizers", "transformers.models.auto.tokenization_auto",
-    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """What training would import sooner or later; DeepSpeed alone is 2 s of a process."""
 FILES = 3
@@ -147,6 +148,8 @@ def main() -> None:
     path = [entry for entry in sys.path[1:] if entry not in added]
     for name in PRELOADED:
         importlib.import_module(name)
+    sys.modules["PIL.Image"].init()
+    sys.modules["unigen_ds.checkpoint.manifest"].current_versions()
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     gc.collect()

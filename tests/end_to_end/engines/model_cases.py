@@ -16,7 +16,7 @@ from tests.end_to_end.engines.cases import (
 from tests.end_to_end.engines.pictures import LONGEST
 from tests.families.tiny_transformers import IMAGE
 
-MODEL_UPDATES, PARTS_UPDATES = 4, 2
+MODEL_UPDATES, PARTS_UPDATES = 6, 2
 FEW = ("zero2", "zero3", "FULL_SHARD")
 """Engines that stand for the others where time is short."""
 _TRANSFORM = {"type": "ImageTransform", "max_size": 16, "min_size": 8, "stride": 4}
@@ -158,9 +158,9 @@ def auto(*, full: bool) -> list[Job]:
 
 
 def resume(*, full: bool) -> list[Job]:
-    """Killed and resumed at the same topology, as ``cases.resume``."""
-    runs = [("llava", "zero3") if full else ("llava", "FULL_SHARD")]
-    runs += [("vlm", "zero2"), ("vlm", "FULL_SHARD"), ("flux", "zero3"), ("flux", "FULL_SHARD")] if full else []
+    """Killed and resumed at the same topology, as ``cases.resume``; ``full`` alone: ``killed`` has two in any case."""
+    kinds = {"llava": ("zero3",), "vlm": ("zero2", "FULL_SHARD"), "flux": ("zero3", "FULL_SHARD")}
+    runs = [(m, engine) for m, engines in kinds.items() for engine in engines if full]
     pairs = [killed_and_straight(f"resume/{m}-{e}@2-fp32", phase(m, e, 2, RESUME_UPDATES)) for m, e in runs]
     return [job for pair in pairs for job in pair]
 

@@ -1,4 +1,4 @@
-"""Every engine against one process: 7 updates (the matrix: 20) in fp32 on uneven modalities, to 1e-5.
+"""Every engine against one process: 8 updates (the matrix: 20) in fp32 on uneven modalities, to 1e-5.
 
 The data is unpacked and mixed, so that ranks get micro-batches without any image beside ranks with some, and now and
 then no rank has one: where an engine lets a stale or missing gradient through, the weights differ by percents.

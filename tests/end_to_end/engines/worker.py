@@ -28,7 +28,7 @@ PROCESSES, LIMIT_S = 4, 900.0
 PRELOADED = (
     "unigen_ds.runner", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
     "transformers.tokenization_utils_tokenizers", "transformers.models.auto.tokenization_auto",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
 )  # fmt: skip
 """What training would import sooner or later: 2 to 4 s of every process, were it not done before the fork."""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # equality is proven on the CPU; and a CUDA context survives no fork
@@ -208,15 +208,19 @@ def _train_file(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
 def main() -> None:
     import torch
     from deepspeed.utils import nvtx
+    from PIL import Image
 
     from tests.end_to_end.engines import mixture_data, pictures, previews, texts  # noqa: F401 - previews registers its hooks
     from tests.end_to_end.engines import users as users
     from tests.families import tiny_transformers
+    from unigen_ds.checkpoint.manifest import current_versions
 
     text = Path(sys.argv[1]).read_text(encoding="utf-8")
     adapters = ["peft"] * ('"lora"' in text)
     for name in (*PRELOADED, *adapters):
         importlib.import_module(name)
+    Image.init()
+    current_versions()
     torch.set_num_threads(1)
     nvtx.enable_nvtx = False  # ranges for a profiler, which take a tenth of ZeRO-3's time here
     jobs, out = json.loads(text), Path(sys.argv[2])

@@ -19,16 +19,16 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from shared.crash_model import Recording, Tree, read_inodes, read_tree  # noqa: E402
 
-STATES = 500
+STATES = 200
 
 
 @pytest.mark.timeout(1800)
 def test_the_last_saved_checkpoint_is_whole_and_resumed_after_a_power_cut_at_any_moment() -> None:
     command = [sys.executable, "benchmarks/crash_states.py", "--engines", "single", "--no-result"]
-    options = ["--num", str(STATES), "--resumes", "3", "--seed", "1"]
+    options = ["--num", str(STATES), "--resumes", "1", "--seed", "1"]
     ended = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
-    assert f"{STATES} states, 3 trained to the end, 0 wrong" in ended.stdout
+    assert f"{STATES} states, 1 trained to the end, 0 wrong" in ended.stdout
     ends = {name: int(number) for name, number in re.findall(r"'([a-z ]+)': (\d+)", ended.stdout)}
     assert min(ends["fresh"], ends["resume"], ends["resume newer"]) > STATES // 50, "no part was left out"
 
