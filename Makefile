@@ -1,6 +1,7 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, write its report
 # make demo-emoji  train the second demo, in colour: draw, read and edit emoji (at most 20 minutes on 2 cores)
 # make test    lint, types and all tests
+# make slow    the tests that make test leaves out: ten seconds of a core and more each (ten minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
@@ -8,9 +9,9 @@
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
 # make robustness  10,000 damaged data sets of every format: read, skipped and counted, or named (CASES=N SEED=S, or ONLY=K)
 # make crash-states  10,000 states of the disk after a power cut within saves, deletions, merges and resumes of each engine
-#                (N=COUNT SEED=S): what a resume then finds (make test has 200)
+#                (N=COUNT SEED=S): what a resume then finds (make test has 500)
 # make kills   runs under every engine are killed N times at random moments (N=1000 SEED=S, or ONLY=K: one run; MINUTES=M)
-#              and must end bit-equal to those that were not (make test: 15 kills)
+#              and must end bit-equal to those that were not (make test: 22 kills)
 # make worker-kills  a data worker is killed 200 times at random moments, of runs too (make test: fewer)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit;
 #                SAMPLE=N SEED=S: random edits instead, and the share that the modules' own tests detect
@@ -27,7 +28,7 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test matrix mixtures robustness crash-states kills worker-kills mutations lint
+.PHONY: demo demo-emoji check-report docs test slow matrix mixtures robustness crash-states kills worker-kills mutations lint
 .PHONY: bench clean
 .DEFAULT_GOAL := test
 
@@ -76,6 +77,9 @@ demo-emoji: $(VENV)/.stamp-demo-emoji
 
 test: lint
 	$(BIN)/python -m pytest
+
+slow: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -m slow --durations=0 --durations-min=5
 
 matrix: $(VENV)/.stamp-test
 	$(BIN)/python benchmarks/matrix.py

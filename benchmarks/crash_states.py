@@ -76,7 +76,7 @@ def serve(deepspeed: bool) -> None:
 
     from tests.end_to_end.engines.worker import PRELOADED
 
-    packages = PRELOADED if deepspeed else PRELOADED[:-1]
+    packages = [name for name in PRELOADED if deepspeed or not name.startswith("deepspeed")]
     for name in (*packages, "unigen_ds.checkpoint.convert", "tools.train", "tools.zero_to_fp32"):
         importlib.import_module(name)
     from unigen_ds.system.dist import free_port

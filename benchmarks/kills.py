@@ -3,7 +3,7 @@
 In: cases that are drawn from the seed, each an engine, 1 or 2 processes and a choice of features (workers, packing, a
 mixture, validation with the best checkpoint, adapters, asynchronous saves and evaluations, bf16, ...). Every process of
 a run gets SIGKILL at one time: within a save, between two, or during a start (``unigen_ds/checks/certificate.py``).
-Out: ``results/kills_<date>.json``; exit status 1 if a run did not end, or not bit-equal. ``make test`` has 15 kills.
+Out: ``results/kills_<date>.json``; exit status 1 if a run did not end, or not bit-equal. ``make test`` has 22.
 
     python benchmarks/kills.py [--num 1000] [--seed 0] [--minutes M] [--first K] [--jobs 2] [--only K] [--no-result]
 

@@ -34,13 +34,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _needs_engines(item: pytest.Item) -> bool:
-    return hasattr(getattr(item, "module", None), launch.RUNS)
+    return isinstance(getattr(getattr(item, "module", None), "runs", None), launch.Runs)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the engines' jobs, if a selected test needs them."""
-    if not session.config.option.collectonly and any(map(_needs_engines, session.items)):
-        launch.begin()
+    """Start the engines' jobs that selected tests need."""
+    modules = {item.module for item in session.items if _needs_engines(item)}  # type: ignore[attr-defined]
+    if modules and not session.config.option.collectonly:
+        launch.begin({group for module in modules for group in module.runs.groups})
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

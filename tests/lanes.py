@@ -28,14 +28,9 @@ import pytest
 
 OTHERS = 3
 LONG = (
-    "resume/test_tracking",
-    "resume/test_streamed_ranks",
-    "resume/test_launchers",
-    "test_crash_states",
-    "test_certificate",
-    "test_fake_cuda",
-    "test_kill_resume",
-)
+    "models/test_auto_run", "runs/test_wrong_values", "dry_run/test_dry_run", "resume/test_launchers",
+    "resume/test_signals", "test_crash_states", "resume/test_async_save", "test_fake_cuda", "test_kill_resume",
+)  # fmt: skip
 """Files of a minute and more, the longest last: the other processes begin with them, so that none is left at the end
 while a core has nothing to do."""
 

@@ -173,7 +173,7 @@ def run_tests(folder: Path, tests: str, *, traced: str = "") -> tuple[int | None
     tests run are printed last.
     """
     program = ["-m", "tests.mutate", "--trace", traced] if traced else ["-m", "pytest"]
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", *tests.split()]
+    options = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=short", *tests.split()]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -61,6 +61,7 @@ test = "tests/core/test_progress.py::test_that_does_not_exist"
 """
 
 
+@pytest.mark.slow
 def test_a_detected_edit_a_survivor_and_one_without_a_result(tmp_path: Path) -> None:
     listed = tmp_path / "edits.toml"
     listed.write_text(EDITS)

@@ -21,8 +21,14 @@ from tests.processes import ENVIRONMENT, ROOT, run
 
 LIMIT_S, AT_ONCE = 900, 2
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
-ALL = [case.name for case in cases.CASES]
-SHARDED = [case.name for case in cases.CASES if case.world > 1]
+
+
+def case_of(name: str) -> cases.Case:
+    return next(case for case in cases.CASES if case.name == name)
+
+
+ALL = [pytest.param(case.name, marks=[pytest.mark.slow] * (case not in cases.FEW)) for case in cases.CASES]
+SHARDED = [name for name in ALL if case_of(name.values[0]).world > 1]
 Report = dict[str, Any]
 Reports = Callable[[str], Report]
 
@@ -186,7 +192,3 @@ def test_objects_are_sent_from_the_host(reports: Reports, name: str) -> None:
     objects = {what for what in found if what.startswith(_OBJECTS)}
     assert objects and {what.partition(" ")[2] for what in objects} == {"cpu"}, objects
     assert "allreduce_ cpu" in found
-
-
-def case_of(name: str) -> cases.Case:
-    return next(case for case in cases.CASES if case.name == name)

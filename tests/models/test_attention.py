@@ -163,6 +163,7 @@ def long_tailed(number: int) -> list[int]:
     return [min(1000, int(draw.lognormvariate(4.5, 0.9)) + 8) for _ in range(number)]
 
 
+@pytest.mark.slow
 def test_the_compiled_function_serves_all_that_a_run_asks_of_it() -> None:
     """More variants than torch's own limit of 8, beyond which it would run uncompiled without a message."""
     torch._dynamo.reset()  # without this, graphs compiled by another test would be used

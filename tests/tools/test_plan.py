@@ -27,6 +27,7 @@ def config(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.slow
 def test_sixty_four_processes_are_planned_on_one(config, capsys, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     before = dict(os.environ)

@@ -189,6 +189,7 @@ def test_ranks_with_and_without_images_call_the_same_collectives(config, tmp_pat
     assert files(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_an_engine_that_learns_the_order_of_modules_late(tmp_path, capsys):
     """A model of transformers runs its modules several times in the first update, and ZeRO-3 follows their order."""
     write_talks(tmp_path / "talks")

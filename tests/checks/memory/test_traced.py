@@ -70,6 +70,7 @@ def _fails(*args: Any, **kwargs: Any) -> None:
     raise UnigenError("no memory for this")
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_planned(tmp_path):
     """That it packs inside of documents is taken for granted: values alone could show it. Given, bytes are exact."""
     write_talks(tmp_path / "talks")

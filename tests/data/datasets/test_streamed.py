@@ -6,9 +6,11 @@ import itertools
 import json
 import re
 import shutil
+import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,6 +277,25 @@ def test_a_copy_that_is_too_short_is_fetched_again(tmp_path: Path, served: Serve
     trained(config(tmp_path, data, resume=True))
     assert digests(tmp_path) == straight[-1]
     assert re.search(r"shard part-\d\.jsonl: its copy \S+ is damaged, and is fetched again", log(tmp_path))
+
+
+def test_a_copy_that_another_process_replaces_is_whole_or_not(tmp_path: Path) -> None:
+    """A damaged copy is deleted while the reader of another process looks at it."""
+    file, ended = tmp_path / "part-0.jsonl", threading.Event()
+
+    def put_anew() -> None:
+        while not ended.is_set():
+            file.write_bytes(b"12345")
+            file.unlink()
+
+    with ThreadPoolExecutor(1) as pool:
+        replacing = pool.submit(put_anew)
+        shard = shard_files.DataShard("part-0.jsonl", "https://host/part-0.jsonl", size=5)
+        try:
+            assert {shard.is_whole(file) for _ in range(20_000)} <= {True, False}
+        finally:
+            ended.set()
+        replacing.result()
 
 
 @pytest.mark.parametrize(

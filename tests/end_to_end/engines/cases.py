@@ -190,13 +190,13 @@ LOADERS = (
     ("FULL_SHARD", 1), ("FULL_SHARD", 3), ("HYBRID_SHARD", 4),
 )  # fmt: skip
 COVER = (
-    ("single@1", "zero3@3"), ("zero1@2", "FULL_SHARD@3"), ("zero2@2", "HYBRID_SHARD@4"), ("zero2@2", "single@1"),
+    ("single@1", "zero3@3"), ("zero1@2", "FULL_SHARD@3"), ("zero2@2", "HYBRID_SHARD@4"),
     ("zero2@4", "FULL_SHARD@1"), ("zero3@2", "zero2@3"), ("zero3@4", "single@1"), ("FULL_SHARD@2", "zero2@1"),
     ("FULL_SHARD@4", "zero3@2"), ("HYBRID_SHARD@4", "zero2@3"),
 )  # fmt: skip
 """What ``make test`` has time for: every saver, every loader, DeepSpeed and FSDP crossed both ways."""
 LOW_PAIRS = (
-    ("bf16", "zero1@2", "FULL_SHARD@3"), ("bf16", "FULL_SHARD@2", "zero3@3"),
+    ("bf16", "FULL_SHARD@2", "zero3@3"),
     ("fp16", "FULL_SHARD@2", "zero3@2"), ("fp16", "single@1", "FULL_SHARD@3"), ("fp16", "zero2@2", "single@1"),
 )  # fmt: skip
 ELASTIC_SAVED, ELASTIC_UPDATES, OVERFLOW_AT = 3, 5, 2

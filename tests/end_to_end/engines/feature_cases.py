@@ -85,7 +85,7 @@ def structure(*, full: bool) -> list[Job]:
     ]
 
 
-COMPILED_ENGINES = (("single", 1), ("FULL_SHARD", 1))
+COMPILED_ENGINES = (("FULL_SHARD", 1),)
 """Of ``make test``: FSDP2 wraps and compiles in one process as in two."""
 
 
@@ -97,12 +97,13 @@ def compiled(*, full: bool) -> list[Job]:
     if not full:
         hook["custom_imports"] = {"imports": ["tests.end_to_end.engines.quick_compiler"]}
     jobs = []
-    for engine, world in (*COMPILED_ENGINES, *((("FULL_SHARD", 2), ("zero2", 2), ("zero3", 2)) if full else ())):
+    further = (("single", 1), ("FULL_SHARD", 2), ("zero2", 2), ("zero3", 2))
+    for engine, world in (*COMPILED_ENGINES, *(further if full else ())):
         for on in (False, True):
             one = {"model__llm__num_hidden_layers": 1, "model__compile": on}
             settings = {**config(engine, world, geometry=(8 // world, 1), **one), **hook}
             jobs.append(Job(f"compiled/{engine}@{world}-{on}", [Phase(world, settings, 1)]))
-    for on in (False, True):
+    for on in (False, True) if full else ():
         small = {"type": "DecoderLM", "llm": {**_LLAMA, "num_hidden_layers": 1}, "compile": on}
         decoder = {**config("FULL_SHARD", 2, geometry=(4, 1)), **hook, "model": small}
         jobs.append(Job(f"compiled/decoder-{on}", [_decoder(decoder)]))
@@ -162,7 +163,7 @@ def _optimizer(name: str, engine: str, world: int, updates: int, *, equal: bool 
 
 
 EVALUATED_UPDATES = 2
-EVALUATED_ENGINES = (("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2))
+EVALUATED_ENGINES = (("zero2", 2), ("zero3", 2), ("FULL_SHARD", 2))
 EVALUATED_BY_FOUR = (("HYBRID_SHARD", 4),)
 _HELD = [
     {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/held.jsonl"},
@@ -189,8 +190,8 @@ def evaluated(*, full: bool) -> list[Job]:
     """
     start = Job("evaluated/start", [Phase(1, config("single", 1), 4)])
     jobs = [start]
-    more = (("zero1", 2), ("NO_SHARD", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4)) if full else ()
-    for engine, world in (("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR, *more):
+    further = (("zero1", 2), ("SHARD_GRAD_OP", 2), ("NO_SHARD", 2), ("zero2", 4), ("zero3", 4), ("FULL_SHARD", 4))
+    for engine, world in (("single", 1), *EVALUATED_ENGINES, *EVALUATED_BY_FOUR, *(further if full else ())):
         base = config(engine, world, model__llm__dropout=0.1, load_cfg={})
         ema = {"type": "EMAHook", "momentum": 0.1}
         hook = {**EVALUATION, "use_ema": world == 2, "metric_interval": metric_interval(engine)}

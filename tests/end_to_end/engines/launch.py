@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -146,31 +146,38 @@ class Launched:
         return Outcome(self.out / name / folder)
 
 
-_WANTED: set[str] = set()
-RUNS = "runs"
-"""What test modules call the result of ``want``: ``conftest.py`` knows them by it."""
-
-
-def want(*groups: str) -> Callable[[], Launched]:
-    """Called by a test module while it is imported; what it returns gives the results inside a test.
+@dataclass(frozen=True)
+class Runs:
+    """What a test module calls ``runs``: the jobs that its tests look at. A call inside a test waits for the results.
 
     All modules are imported before the first test runs, so one launch serves whatever was selected; ``conftest.py``
     begins it then, and has those tests run last.
     """
-    _WANTED.update(groups)
-    return lambda: begin().finish()
+
+    groups: tuple[str, ...]
+
+    def __call__(self) -> Launched:
+        return begin().finish()
 
 
-@cache
-def begin() -> Launched:
-    """Called when all tests are collected: the engines' jobs run beside the tests that need none of them.
+def want(*groups: str) -> Runs:
+    return Runs(groups)
+
+
+_LAUNCHED: list[Launched] = []
+
+
+def begin(groups: Iterable[str] = ()) -> Launched:
+    """Called with all groups when all tests are collected: the engines' jobs run beside the tests that need none.
 
     With ``ENGINE_JOBS=needed`` in the environment (``tests/mutate.py`` sets it) only the jobs that tests ask for run.
     """
-    out = Path(tempfile.mkdtemp(prefix="engines-"))
-    atexit.register(shutil.rmtree, out, ignore_errors=True)
-    on_demand = os.environ.get("ENGINE_JOBS") == "needed"
-    return Launched(out, jobs_of(_WANTED, full=False), on_demand=on_demand)
+    if not _LAUNCHED:
+        out = Path(tempfile.mkdtemp(prefix="engines-"))
+        atexit.register(shutil.rmtree, out, ignore_errors=True)
+        on_demand = os.environ.get("ENGINE_JOBS") == "needed"
+        _LAUNCHED.append(Launched(out, jobs_of(groups, full=False), on_demand=on_demand))
+    return _LAUNCHED[0]
 
 
 def relative(a: float | None, b: float | None) -> float:

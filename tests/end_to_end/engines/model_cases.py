@@ -117,7 +117,7 @@ def models_bf16(*, full: bool) -> list[Job]:
     for m in MODELS if full else ("flux",):
         jobs.append(Job(f"{m}-bf16/single@1", [phase(m, "single", 1, **low)]))
         jobs.append(Job(f"{m}-bf16/single_8x1", [phase(m, "single", 1, geometry=(8, 1), **low)]))
-        engines = ENGINES if full else ("zero1", *FEW)
+        engines = ENGINES if full else ("zero1", "FULL_SHARD")
         jobs += [Job(f"{m}-bf16/{engine}@2", [phase(m, engine, 2, **low)]) for engine in engines]
     return jobs
 

@@ -47,6 +47,7 @@ def test_shard_grad_op_keeps_weights_gathered_for_the_backward_pass_and_full_sha
         assert without["gathered"] < whole / 4
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_is_counted(tmp_path):
     """``checks/memory/`` on the same config: the highest sum of tensor bytes of any rank, and what is held between
     updates.

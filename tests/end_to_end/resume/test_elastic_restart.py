@@ -43,6 +43,7 @@ def agent(port: int, *arguments: str, host: bool, number: str = "1:2") -> list[s
     return [*command, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", how, TRAIN, *arguments, "--resume"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, alone, work_dir = tmp_path / "digits", tmp_path / "alone", tmp_path / "run"
     one = tiny_config(alone, data, train_dataloader__batch_size=8, param_scheduler=[])

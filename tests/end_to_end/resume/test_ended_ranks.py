@@ -125,6 +125,7 @@ def test_the_log_of_rank_0_has_the_rank_and_its_error(tmp_path: Path, how: str, 
         assert "RuntimeError: rank 1 fails alone" in second.text
 
 
+@pytest.mark.slow
 def test_torchrun_prints_the_cause(tmp_path: Path) -> None:
     ended = torchrun(*written(tmp_path, "update 1 raise")[2:])
     _, _, of_torchrun = ended.text.partition("FAILED")

@@ -249,7 +249,7 @@ def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
     assert (tmp_path / "calls").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_launcher_passes_sigterm_on(tmp_path, data, losses, launcher):
     """Rank 1 sends it to its launcher during the second update: all end after the third, with one checkpoint."""
     (tmp_path / "hosts.txt").write_text("here slots=2\n")

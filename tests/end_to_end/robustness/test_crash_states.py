@@ -19,7 +19,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from shared.crash_model import Recording, Tree, read_inodes, read_tree  # noqa: E402
 
-STATES = 200
+STATES = 500
 
 
 @pytest.mark.timeout(1800)

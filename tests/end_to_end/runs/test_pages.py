@@ -171,6 +171,7 @@ DOWNLOADED = {
 """What stands for a repository of the hub."""
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_about_bagel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each recipe with its own engine, precision, curve, packing, average and dropouts; a resume on other processes."""
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ from tests.text_run import text_config, words
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two processes, each of which imports all
 def test_a_start_under_deepspeed_has_our_lines_alone(tmp_path: Path) -> None:
     """mmengine's hooks import bitsandbytes and DeepSpeed; ZeRO-3 calls renamed names of torch. None is compiled."""

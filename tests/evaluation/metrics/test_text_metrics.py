@@ -59,6 +59,7 @@ def test_rouge_is_rouge_scores_and_splits_at_newlines(stemmer: bool) -> None:
     assert swapped["rougeLsum"] == 1 > swapped["rougeL"], "lines are compared one by one, whatever their order"
 
 
+@pytest.mark.slow
 @JAVA
 def test_meteor_is_that_of_pycocoevalcap() -> None:
     from pycocoevalcap.meteor.meteor import Meteor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,11 @@ class DataShard:
 
     def is_whole(self, file: Path) -> bool:
         """Whether ``file`` is the shard, as far as its size shows it."""
-        return file.is_file() and self.size in (None, file.stat().st_size)
+        try:
+            found = file.stat()  # once: another process may be replacing a damaged copy
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(found.st_mode) and self.size in (None, found.st_size)
 
 
 class ShardList:
