@@ -60,7 +60,7 @@ CASES = [
     Case("qwen3", "full_shard"), Case("llava", "single"),
 ]  # fmt: skip
 FEW = [case for case in CASES if case.name in (
-    "unified-offload_published", "vlm-full_shard", "decoder_lm-resume", "decoder_lm-no_shard", "llava-single",
+    "unified-offload_published", "vlm-resume", "decoder_lm-no_shard", "llava-single",
 )]  # fmt: skip
 """Of ``make test``: each model but one, each kind of sharding but one."""
 TRANSFORMERS = ("qwen3", "llava")

@@ -58,7 +58,7 @@ class AnswersHook(Hook):
         found: dict[str, Any] = {}
         for wanted in self.kinds:
             answering = Answering(seed=1, batch_size=2, max_new_tokens=4, flow={"num_timesteps": 2})
-            made = answers(run.backend, Records([dataset], ["mixed"], run.processor), wanted, answering, max_samples=7)
+            made = answers(run.backend, Records([dataset], ["mixed"], run.processor), wanted, answering, max_samples=3)
             rows = [[a.key, _plain(a.prediction), _plain(a.reference), a.prompt] for a in made.mine]
             found[wanted] = {"rows": rows, "asked": made.asked, "left_out": dict(made.left_out)}
         (run.work_dir / f"answers_{dist.rank()}.json").write_text(json.dumps(found), encoding="utf-8")

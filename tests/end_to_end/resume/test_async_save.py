@@ -202,8 +202,16 @@ def twice(small_disk, tmp_path) -> Iterator[Path]:
             disks.unmount(tmp_path / "work")
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("fault", FAULTS)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("fault", "async_save"),
+    [
+        *((fault, False) for fault in FAULTS), ("unmount", True), pytest.param("inodes", True, marks=SLOW),
+        pytest.param("read_only", True, marks=SLOW),
+    ],
+)  # fmt: skip
 def test_a_disk_that_fails_for_a_while(twice, data, fault, async_save, capsys):
     """Between two blocking saves, and while an asynchronous one is written."""
     end, said = FAULTS[fault]
@@ -230,7 +238,7 @@ def test_a_disk_that_fails_ends_the_run_by_choice(twice, data, async_save):
     assert raised.value.exit_status == 4 and names(twice) == iterations(*range(2, number, 2))
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=SLOW)])
 def test_a_disk_that_is_slower_than_the_interval_is_one_line(tmp_path, data, async_save, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "SLOW_S", 0.3)  # which the first save of a writer takes, too
     fsync = os.fsync

@@ -46,13 +46,11 @@ SAVES = ("default_hooks.checkpoint.interval=2", "default_hooks.checkpoint.unit=u
 
 RUNS = {
     "before_the_first": Case({1: 0}, 1),
-    "at_the_first": Case({1: 1}, 2),
-    "on_rank_0": Case({0: 3}, 4),
+    "on_rank_0": Case({0: 1}, 2),
     "on_rank_1": Case({1: 3}, 4),
     "on_both_at_different_updates": Case({0: 2, 1: 3}, 3),
     "during_the_last": Case({1: UPDATES}, UPDATES),
     "in_a_validation": Case({1: 2}, 3, phase="before_val"),
-    "in_the_last_validation": Case({0: UPDATES}, UPDATES, phase="before_val"),
     "in_a_save": Case({1: 2}, 3, phase="before_save_checkpoint", more=SAVES),
     "in_the_last_save": Case({1: UPDATES}, UPDATES, phase="before_save_checkpoint", more=SAVES),
     "in_an_asynchronous_save": Case(

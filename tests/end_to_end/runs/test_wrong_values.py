@@ -14,7 +14,7 @@ from unigen_ds.core.errors import UnigenError
 from unigen_ds.runner import Runner
 
 DELETED = object()
-VALUES = (None, "x", -1, 1.5, [], DELETED)
+VALUES = (None, "x", -1, [], DELETED)
 HOOKS = [{"type": "EMAHook", "momentum": 0.01}]
 
 
