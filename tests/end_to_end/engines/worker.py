@@ -3,6 +3,8 @@
 torch and DeepSpeed take 6 s to import and training a tiny model takes 2, so they are imported once, and every process
 of every phase is forked from here: a process of its own, with its own process group and engine, that may be killed
 with SIGKILL like any other. (Nothing may start threads before the fork; two jobs of one process run side by side.)
+Up to ``TOGETHER`` jobs of one phase under the same kind of engine share their processes, one after the other, because a
+start is a second of a core; where one of them fails, each is run again in processes of its own.
 
 Out: ``OUT/<job>/`` is the work dir of the job's phases, ``OUT/<job>/<phase>.<rank>.log`` what a process printed, and
 ``OUT/results.json`` maps each job to its seconds, those of a core among them, and to what went wrong, or null.
@@ -14,17 +16,22 @@ import gc
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 PROCESSES, LIMIT_S = 4, 900.0
 """At a time, two for each core: one that waits for the other ranks of its job leaves a core free."""
+TOGETHER = 4
+ALONE = ("MemoryHook", "FullDiskHook", "StructureHook", "custom_imports", 'config_file": "')
+"""Of what changes its process, or measures it, in a job's text."""
 PRELOADED = (
     "unigen_ds.runner", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint",
     "transformers.tokenization_utils_tokenizers", "transformers.models.auto.tokenization_auto",
@@ -41,6 +48,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive 
 class Running:
     job: dict[str, Any]
     number: int
+    following: list[dict[str, Any]] = field(default_factory=list)
+    """Further jobs in the same processes."""
     group: int = 0
     started: float = field(default_factory=time.monotonic)
     waiting: set[int] = field(default_factory=set)
@@ -54,6 +63,7 @@ class Running:
 class Pool:
     def __init__(self, jobs: list[dict[str, Any]], out: Path) -> None:
         self.out, self.left, self.running = out, [*jobs], list[Running]()
+        self.kinds = {job["name"]: kind for job in jobs if (kind := _shared_kind(job)) is not None}
         self.names = {job["name"] for job in jobs}
         self.results: dict[str, dict[str, Any]] = {}
         self.begun: dict[str, float] = {}
@@ -66,9 +76,11 @@ class Pool:
                 if os.getppid() != parent:
                     sys.exit(1)  # the tests were killed
                 while (job := self._next()) is not None:
-                    self.left.remove(job)
-                    self.begun[job["name"]] = time.monotonic()
-                    self._start(job, 0)
+                    following = self._following(job)
+                    for one in (job, *following):
+                        self.left.remove(one)
+                        self.begun[one["name"]] = time.monotonic()
+                    self._start(job, 0, following)
                 self._collect()
         finally:
             for running in self.running:
@@ -83,16 +95,22 @@ class Pool:
         busy = sum(r.phase["world"] for r in self.running)
         return job if job and (not busy or busy + job["phases"][0]["world"] <= PROCESSES) else None
 
-    def _start(self, job: dict[str, Any], number: int) -> None:
+    def _following(self, job: dict[str, Any]) -> list[dict[str, Any]]:
+        """Those that may share the processes of a job: of the same kind, and ready."""
+        waiting, kind = self.names - self.results.keys(), self.kinds.get(job["name"])
+        ready = (one for one in self.left if one is not job and one["resumes"] not in waiting)
+        return [one for one in ready if kind is not None and self.kinds.get(one["name"]) == kind][: TOGETHER - 1]
+
+    def _start(self, job: dict[str, Any], number: int, following: Sequence[dict[str, Any]] = ()) -> None:
         from unigen_ds.system.dist import free_port
 
-        running = Running(job, number)
+        running = Running(job, number, [*following])
         port = free_port()
         for rank in range(running.phase["world"]):
             sys.stdout.flush()
             child = os.fork()
             if child == 0:
-                _process(job, number, rank, port, self.out, running.group)
+                _process([job, *following], number, rank, port, self.out, running.group)
             running.group = running.group or child
             os.setpgid(child, running.group)
             running.waiting.add(child)
@@ -127,11 +145,28 @@ class Pool:
         elif running.number + 1 < len(running.job["phases"]) and not running.job["same_process"]:
             self._start(running.job, running.number + 1)
             return
-        seconds = time.monotonic() - self.begun[name]
-        cpu_seconds = self.cpu_seconds[name]
-        self.results[name] = {"problem": problem, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
-        how = "failed" if problem else "done"
-        print(f"{name}: {how} after {seconds:.1f} s, {cpu_seconds:.1f} s of a core", flush=True)
+        jobs = [running.job, *running.following]
+        if problem is not None and running.following:
+            self.left[:0] = jobs
+            for job in jobs:
+                del self.kinds[job["name"]]
+                shutil.rmtree(self.out / job["name"], ignore_errors=True)
+            return
+        cpu_seconds = self.cpu_seconds.pop(name) / len(jobs)
+        for name in (job["name"] for job in jobs):
+            seconds = time.monotonic() - self.begun[name]
+            found = {"problem": problem, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
+            self.results[name] = found
+            how = "failed" if problem else "done"
+            print(f"{name}: {how} after {seconds:.1f} s, {cpu_seconds:.1f} s of a core", flush=True)
+
+
+def _shared_kind(job: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Jobs with the same one may share processes; None: those of this one are its own."""
+    (phase, *more), text = job["phases"], json.dumps(job)
+    if more or phase["killed"] or any(word in text for word in ALONE):
+        return None
+    return phase["world"], phase["per_node"], phase["config"]["backend"]["type"]
 
 
 def _kill(group: int) -> None:
@@ -145,16 +180,11 @@ def _logs(folder: Path, number: int) -> str:
     return "\n".join(f"-- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob(f"{number}.*.log")))
 
 
-def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, group: int) -> None:
-    status = 1
+def _process(jobs: Sequence[dict[str, Any]], number: int, rank: int, port: int, out: Path, group: int) -> None:
+    status, job = 1, jobs[0]
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setpgid(0, group)
-        folder = out / job["name"]
-        folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(folder / f"{number}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
         world = job["phases"][number]["world"]
         per_node = job["phases"][number]["per_node"] or world
         if world > 1:
@@ -162,10 +192,17 @@ def _process(job: dict[str, Any], number: int, rank: int, port: int, out: Path, 
                 RANK=str(rank), LOCAL_RANK=str(rank % per_node), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(per_node),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             )  # fmt: skip
-        if job["same_process"]:
-            for i, phase in enumerate(job["phases"]):
-                _train(phase, folder / (phase["folder"] or str(i)), out)
-        else:
+        for job in jobs:
+            folder = out / job["name"]
+            folder.mkdir(parents=True, exist_ok=True)
+            log = os.open(folder / f"{number}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            sys.stdout.flush()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if job["same_process"]:
+                for i, phase in enumerate(job["phases"]):
+                    _train(phase, folder / (phase["folder"] or str(i)), out)
+                continue
             resumed = out / job["resumes"] / "last_checkpoint" if job["resumes"] and number == 0 else None
             _train(job["phases"][number], folder, out, resume=resumed.read_text().strip() if resumed else None)
         status = 0
