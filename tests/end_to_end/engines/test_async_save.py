@@ -16,10 +16,8 @@ from unigen_ds.core.shards import BUFFER, EMA, MASTER
 runs = want("full_disk", "odd")
 pytestmark = pytest.mark.timeout(3600)
 
-ENGINES, BLOCKING = (
-    [f"{engine}@{1 if engine == 'single' else 2}" for engine in engines]
-    for engines in (cases.ASYNC_ENGINES, cases.ODD_ENGINES)
-)
+ENGINES = [f"{engine}@{1 if engine == 'single' else 2}" for engine in cases.ASYNC_ENGINES]
+KINDS = [*(("odd", name) for name in ("zero1@2", *ENGINES)), *(("async", name) for name in ENGINES)]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -43,9 +41,7 @@ def test_an_error_of_a_writers_disk_is_that_of_all_ranks(name):
     assert len(set(attempt["errors"])) == 1 and said in attempt["errors"][0] and attempt["left"] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("odd", name) for name in BLOCKING), *(("async", name) for name in ENGINES)]
-)
+@pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_milestones_are_kept_and_have_their_weights_alone(kind, name):
     """The weights are those of the checkpoint, to the bit, by the model's names; and so is their average."""
     run, counts = runs().outcome(f"{kind}/{name}"), cases.GEOMETRY[int(name[-1])][1]

@@ -203,15 +203,11 @@ def twice(small_disk, tmp_path) -> Iterator[Path]:
 
 
 SLOW = pytest.mark.slow
+FAILING = [*((fault, False) for fault in FAULTS), ("unmount", True)]
+FAILING += [pytest.param(fault, True, marks=SLOW) for fault in ("inodes", "read_only")]
 
 
-@pytest.mark.parametrize(
-    ("fault", "async_save"),
-    [
-        *((fault, False) for fault in FAULTS), ("unmount", True), pytest.param("inodes", True, marks=SLOW),
-        pytest.param("read_only", True, marks=SLOW),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "async_save"), FAILING)
 def test_a_disk_that_fails_for_a_while(twice, data, fault, async_save, capsys):
     """Between two blocking saves, and while an asynchronous one is written."""
     end, said = FAULTS[fault]
