@@ -42,7 +42,7 @@ class Case:
 
     @property
     def sequences(self) -> int:
-        """Of an update, but for those of more processes."""
+        """Of an update, at most; one a process and micro-batch where there are more processes."""
         return 8 if self.world == 1 else MICRO_BATCHES * WORLD
 
     @property

@@ -71,7 +71,7 @@ def test_the_consolidated_files_beside_the_engines_have_the_same_bits(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_five_further_updates_are_those_of_a_run_never_stopped(name):
+def test_further_updates_are_those_of_a_run_never_stopped(name):
     run, straight = runs().outcome(name), runs().outcome("elastic/straight")
     assert [line["update"] for line in run.lines] == [*range(cases.ELASTIC_SAVED + 1, cases.ELASTIC_UPDATES + 1)]
     assert metric_deviation(run, straight, after=cases.ELASTIC_SAVED) <= BOUND

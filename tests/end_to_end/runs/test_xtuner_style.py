@@ -32,7 +32,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Path, l
     return folder, printed
 
 
-@pytest.mark.slow
 def test_frozen_backbones_under_zero_2(run: tuple[Path, list[str]]) -> None:
     folder, printed = run
     assert "checkpoint_hook.CheckpointHook'> is read as the class of that name in unigen_ds" in printed[0]

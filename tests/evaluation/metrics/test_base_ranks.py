@@ -33,7 +33,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return dict(json.loads(line.removeprefix("RESULTS ")))
 
 
-@pytest.mark.slow
 def test_every_metric_is_the_same_on_1_2_and_4_ranks(seen: dict[str, dict[str, Any]]) -> None:
     alone = seen["1 ranks, batch size 1"]
     assert {name for name in alone if not name.startswith("result of ")} == NAMES
