@@ -146,13 +146,13 @@ class Pool:
             self._start(running.job, running.number + 1)
             return
         jobs = [running.job, *running.following]
+        cpu_seconds = self.cpu_seconds.pop(name) / len(jobs)
         if problem is not None and running.following:
             self.left[:0] = jobs
             for job in jobs:
                 del self.kinds[job["name"]]
                 shutil.rmtree(self.out / job["name"], ignore_errors=True)
             return
-        cpu_seconds = self.cpu_seconds.pop(name) / len(jobs)
         for name in (job["name"] for job in jobs):
             seconds = time.monotonic() - self.begun[name]
             found = {"problem": problem, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
