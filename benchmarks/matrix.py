@@ -65,7 +65,7 @@ def near(launched: Launched, name: str, reference: str, *, bound: float = BOUND)
 
 
 def check_bf16(launched: Launched, name: str) -> Row:
-    """As in ``tests/end_to_end/engines/test_models.py``."""
+    """As in ``tests/end_to_end/engines/test_model_variants.py``."""
     group = name.partition("/")[0]
     reference = f"{group.removesuffix('-bf16')}/single@1"
     run, fp32, single, other = (

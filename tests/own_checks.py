@@ -16,8 +16,8 @@ from unigen_ds import (
     ForeignState,
     Known,
     Manifest,
-    PieceReader,
     Proposal,
+    ShardReader,
     ok,
     problem,
     slices_of,
@@ -42,7 +42,7 @@ def read_notebook(path: Path) -> ForeignState | None:
     if not (path / "notebook.pt").is_file():
         return None  # not mine
     stored = torch.load(path / "notebook.pt", weights_only=True, mmap=True)  # nothing that a file brings is executed
-    reader = PieceReader()
+    reader = ShardReader()
     for kind in ("master", "exp_avg", "exp_avg_sq", "step"):  # "master": the weights
         for name, tensor in stored[kind].items():
             reader.add(kind, name, 0, tensor.numel(), slices_of(tensor), shape=tensor.shape)

@@ -19,7 +19,7 @@ PUBLIC = {
     "config.section": "Section",
     "core.errors": "CheckpointError ConfigError DataError TrainingError",
     "core.batch": "CAUSAL FULL NOISE Batch LossTerms PackedBatch",
-    "core.shards": "PieceReader Shard ShardReader slices_of",
+    "core.shards": "Shard ShardReader slices_of",
     "system.dist": "is_main",
     "system.files": "new_directory",
     "system.outputs": "StateFiles",

@@ -26,7 +26,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Base
 from unigen_ds.checkpoint.saver import TOKENIZER, free_name
 from unigen_ds.core.choices import DTYPE_NAMES
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, PieceReader
+from unigen_ds.core.shards import BUFFER, EMA, MASTER, OPTIMIZER_FILE, ShardReader
 from unigen_ds.system.files import check_digests, check_new, make_directory, new_directory
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import Entry, save_entries, save_torch
@@ -39,8 +39,8 @@ class Source:
     """The weights of a checkpoint, ready to be read."""
 
     directory: Path
-    reader: PieceReader
-    average: PieceReader | None
+    reader: ShardReader
+    average: ShardReader | None
     """The EMA's tensors."""
     frozen: frozenset[str]
     tied: Mapping[str, str]

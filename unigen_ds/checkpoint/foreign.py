@@ -42,7 +42,7 @@ from unigen_ds.config.registry import FOREIGN_STATES
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import LOSS_SCALE, MASTER, PieceReader
+from unigen_ds.core.shards import LOSS_SCALE, MASTER, ShardReader
 from unigen_ds.families.directories import format_of_file, published_format, published_sizes
 from unigen_ds.models.weights import flat_sizes
 
@@ -139,7 +139,7 @@ class ForeignState:
     None is not known: a resume is then refused.
     """
 
-    reader: PieceReader
+    reader: ShardReader
     """``master`` of every parameter, ``buffer``, each moment of the optimizer under its own name, and ``step``."""
     writer: str
     """The program that wrote it, as text."""
@@ -225,12 +225,12 @@ def _plain(folder: Path) -> Foreign:
         "The effective batch is not stored, nor how far it had trained: it cannot be resumed.",
         "Which weights were frozen, and which names are tied, is not stored.",
     ]
-    reader: PieceReader
+    reader: ShardReader
     published = published_format(folder) if folder.is_dir() else None
     if (folder / ".metadata").is_file():
         reader, layout, writer = DCPReader(folder), "dcp", "unknown, dcp files"
     elif published and (weights := published.weights(folder)):
-        reader, layout, writer = PieceReader(unique=True), "published", published.name
+        reader, layout, writer = ShardReader(unique=True), "published", published.name
         reader.tied = dict(weights.tied)
         for name, stored in weights.tensors.items():
             reader.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)
@@ -319,6 +319,6 @@ def _stated_model(folder: Path) -> dict[str, Any]:
     return {"llm": flat_sizes(config)} if "num_attention_heads" in config else {}
 
 
-def stored_dtype(reader: PieceReader, kind: str, name: str, shape: tuple[int, ...]) -> torch.dtype:
+def stored_dtype(reader: ShardReader, kind: str, name: str, shape: tuple[int, ...]) -> torch.dtype:
     """The dtype of a tensor on disk; fp32 if it has no elements."""
     return reader.read(kind, name, 0, 1).dtype if math.prod(shape) else torch.float32

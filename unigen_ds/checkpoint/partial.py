@@ -28,7 +28,7 @@ from torch import Tensor
 from unigen_ds.config.section import LISTED, Section
 from unigen_ds.config.values import Allowed, as_tuple
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.shards import BUFFER, MASTER, Fetch, Misfit, PieceReader, Shape, ShardReader, first_names, misfit
+from unigen_ds.core.shards import BUFFER, MASTER, Fetch, Misfit, Shape, ShardReader, first_names, misfit
 
 DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 REPORT_FILE = "load_report.json"
@@ -248,7 +248,7 @@ def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
     )
 
 
-class FittedReader(PieceReader):
+class FittedReader(ShardReader):
     """A ``ShardReader`` under the model's names of the tensors that a ``Fit`` loads."""
 
     def __init__(self, reader: ShardReader, fit: Fit) -> None:

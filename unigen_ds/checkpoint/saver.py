@@ -36,7 +36,7 @@ from unigen_ds.checkpoint.foreign import stored_dtype
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY, open_reader, open_shards, rank_file
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
-from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, PieceReader, Shard, shard_key
+from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, ShardReader, shard_key
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place, write_text_atomic
 from unigen_ds.system.log import logger
@@ -421,7 +421,7 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
     manifest.layout, manifest.files = whole.layout, whole.files
 
 
-def _flat(reader: PieceReader, kinds: Iterable[str]) -> list[Entry]:
+def _flat(reader: ShardReader, kinds: Iterable[str]) -> list[Entry]:
     """Every tensor of some kinds, in one piece from its first element on."""
     entries = []
     for kind in sorted(kinds):

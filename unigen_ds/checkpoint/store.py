@@ -28,7 +28,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Duration
-from unigen_ds.core.shards import STAMP, PieceReader
+from unigen_ds.core.shards import STAMP, ShardReader
 from unigen_ds.data.order.order import Skip
 from unigen_ds.system import dist
 from unigen_ds.system.files import (
@@ -287,7 +287,7 @@ def sweep(work_dir: Path) -> list[Path]:
 # lists are opened: the folder may have others (an export, for example), which were never verified.
 
 
-def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
+def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
     """A reader of the checkpoint's model and optimizer tensors."""
     layout = LAYOUTS.module_dict.get(manifest.layout)
     if layout is None:
@@ -300,7 +300,7 @@ def open_reader(directory: Path, manifest: Manifest) -> PieceReader:
     return _of_this_save(layout(directory, parameters=names, files=manifest.files_in("")), directory, manifest)
 
 
-def open_shards(directory: Path, manifest: Manifest) -> dict[str, PieceReader]:
+def open_shards(directory: Path, manifest: Manifest) -> dict[str, ShardReader]:
     """A reader of each folder of hooks' shards (``ema``): of those with safetensors files that the save wrote."""
     folders = {os.path.dirname(entry.path) for entry in manifest.files if entry.path.endswith(".safetensors")}
     readers = {}
@@ -322,7 +322,7 @@ def tensors_of(directory: Path, manifest: Manifest) -> dict[tuple[str, str], Cal
     }
 
 
-def _of_this_save(reader: PieceReader, directory: Path, manifest: Manifest) -> PieceReader:
+def _of_this_save(reader: ShardReader, directory: Path, manifest: Manifest) -> ShardReader:
     """``reader``. Raises ``CheckpointError`` naming a file that another save wrote: each rank looks at its share."""
     for name in sorted(reader.stamps)[dist.rank() :: dist.world_size()]:
         _check_stamp(directory / name, reader.stamps[name](), manifest)

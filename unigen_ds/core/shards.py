@@ -79,7 +79,7 @@ class Piece(NamedTuple):
     source: str = ""
 
 
-class PieceReader:
+class ShardReader:
     """Reads named flat ranges of a checkpoint of any layout, which only has to call ``add``. No collective. ``unique``:
     the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
     """
@@ -149,10 +149,6 @@ class PieceReader:
                 at = end
         if at < stop:
             raise CheckpointError(f"the checkpoint has no elements {at}..{stop} of {kind} {name}")
-
-
-ShardReader = PieceReader
-"""As what engines and hooks get it: they only read."""
 
 
 def slices_of(tensor: Tensor, start: int = 0) -> Fetch:

@@ -26,7 +26,7 @@ from unigen_ds.core.shards import (
     BUFFER,
     MASTER,
     Misfit,
-    PieceReader,
+    ShardReader,
     by_first_name,
     first_names,
     misfit,
@@ -168,7 +168,7 @@ class Pretrained:
     """Further name of a tensor -> its name in ``tensors``."""
 
 
-class InitialWeights(PieceReader):
+class InitialWeights(ShardReader):
     """A ``ShardReader`` over initial values, which ``initialise`` makes of whole tensors, beside what is in files."""
 
     def __init__(self, initialise: Initialise, *, seed: int) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER, PieceReader, slices_of
+from unigen_ds.core.shards import MASTER, ShardReader, slices_of
 
 WHOLE = torch.arange(60, dtype=torch.float32).reshape(5, 4, 3)
 
@@ -27,7 +27,7 @@ def test_elements_that_are_there_twice_are_refused(tmp_path):
 
 def test_an_overlap_is_found_in_whatever_order_pieces_are_announced():
     for pieces in permutations([(0, 10), (10, 5), (15, 5), (30, 10)]):
-        reader = PieceReader(unique=True)
+        reader = ShardReader(unique=True)
         for start, numel in pieces:
             reader.add(MASTER, "w", start, numel, slices_of(torch.arange(start, start + numel)), source=str(start))
         assert reader.read(MASTER, "w", 3, 18).tolist() == list(range(3, 18))

@@ -10,7 +10,7 @@ from tests.tiny import tiny_config
 from unigen_ds.checks.memory.planned import plan_memory
 
 runs = want("memory")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SLACK = 200_000
 """Bytes: two communication buckets of 80 kB, of weights of 6 MB; and 3 % for padding and whole rows (FSDP)."""

@@ -19,7 +19,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.system.journals import read_lines
 
 runs = want("mixture")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BOUND = 1e-5
 STEPS, UPDATES = mixture_cases.STEPS, mixture_cases.EVERY * len(mixture_cases.STEPS)

@@ -13,10 +13,7 @@ from tests.end_to_end.engines import feature_cases as cases
 from tests.end_to_end.engines.launch import Tensors, metric_deviation, tensors, unequal, want
 
 runs = want("optimizers")
-pytestmark = [
-    pytest.mark.timeout(3600),
-    needs.MUON,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600), needs.MUON]
 MATRICES = {"block.0.weight", "block.2.weight", "connector.weight", "mix"}
 REST = {"emb.weight", "image_head.weight", "image_head.bias", "block.0.bias", "block.2.bias", "connector.bias"}
 ENGINES = [f"{engine}@{world}" for engine, world in cases.MATRIX_ENGINES]

@@ -18,7 +18,7 @@ from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.system.journals import read_lines
 
 runs = want("evaluated")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 BOUND = 1e-6
 """Relative, of means in fp32."""
 

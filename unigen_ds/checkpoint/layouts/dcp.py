@@ -21,7 +21,7 @@ from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS, Inert
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER, STAMP, Fetch, PieceReader
+from unigen_ds.core.shards import MASTER, STAMP, Fetch, ShardReader
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -75,7 +75,7 @@ def read_metadata(directory: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-class DCPReader(PieceReader):
+class DCPReader(ShardReader):
     """A ``ShardReader`` over a directory whose keys are ``kind|name`` (``fsdp.py``), or another trainer's."""
 
     def __init__(

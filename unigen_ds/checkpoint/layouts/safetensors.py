@@ -15,10 +15,10 @@ from pathlib import Path
 from safetensors import safe_open
 
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, MASTER, STAMP, PieceReader, parse_shard_key, read_flat
+from unigen_ds.core.shards import BUFFER, MASTER, STAMP, ShardReader, parse_shard_key, read_flat
 
 
-class SafetensorsReader(PieceReader):
+class SafetensorsReader(ShardReader):
     """A ``ShardReader`` over the ``*.safetensors`` of a directory (not of its sub-directories), or of the listed
     ``files``. A plain tensor name that is not among ``parameters`` is a buffer's.
     """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER, PieceReader, slices_of
+from unigen_ds.core.shards import MASTER, ShardReader, slices_of
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which trainers keep the model's state dict, next to the optimizer's."""
@@ -97,7 +97,7 @@ def load_file(path: Path) -> Any:
 # file, or under one of ``WRAPPERS``; its tensors get the model's names, without the prefixes that wrappers leave.
 
 
-class TorchReader(PieceReader):
+class TorchReader(ShardReader):
     """A ``ShardReader`` over plain torch files. ``others``: keys at their top that are not read (an optimizer's)."""
 
     def __init__(self, paths: Iterable[Path]) -> None:

@@ -22,7 +22,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checks.memory.counted import CountedBytes
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import BUFFER, MASTER, PieceReader, Shard
+from unigen_ds.core.shards import BUFFER, MASTER, Shard, ShardReader
 from unigen_ds.hooks.evaluate.ema import EMAHook
 from unigen_ds.optim.optimizer import construct, optimizer_class
 from unigen_ds.runner.settings.tree import Settings
@@ -164,9 +164,9 @@ def prepare(counted: CountedBytes, settings: Settings, backend: Backend, process
     return built
 
 
-def _zeros(backend: Backend, kinds: Sequence[str]) -> PieceReader:
+def _zeros(backend: Backend, kinds: Sequence[str]) -> ShardReader:
     """A checkpoint of this model: values without memory."""
-    reader, trainable = PieceReader(), backend.trainable_sizes()
+    reader, trainable = ShardReader(), backend.trainable_sizes()
     sizes: dict[str, Mapping[str, int]] = {
         **dict.fromkeys(kinds, trainable),
         MASTER: {**trainable, **backend.frozen_sizes()},
