@@ -37,6 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -107,6 +108,7 @@ def installed_by(requirements: Iterable[str], seen: set[tuple[str, str]]) -> set
     return found
 
 
+@pytest.mark.slow
 def test_every_package_that_is_imported_is_installed_with_the_extras(wheel: Path) -> None:
     """A package that is here by chance (of another extra, or installed by hand) is missing on a clean machine."""
     with zipfile.ZipFile(wheel) as archive:

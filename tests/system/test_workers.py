@@ -40,6 +40,7 @@ def closed(workers: Workers) -> list[int | None]:
     return [process.exitcode for process in workers._processes]
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_at_random_moments() -> None:
     """The error is there at once, also where another worker is waited for. 200 times: ``make worker-kills``."""
     drawn, slowest = random.Random(0), 0.0

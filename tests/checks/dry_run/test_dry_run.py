@@ -177,6 +177,7 @@ def test_options_that_belong_to_a_dry_run(capsys):
 SHARDED = ["--dry-run", "--json", "--world-size", "3", "--batches", "1", "--backend", "fsdp:FULL_SHARD"]
 
 
+@pytest.mark.slow
 def test_ranks_with_and_without_images_call_the_same_collectives(config, tmp_path, capsys):
     path = config(train_dataloader__batch_size=1, optim_wrapper__accumulative_counts=1)
     before = files(tmp_path)

@@ -35,6 +35,7 @@ def settings(tmp_path_factory):
     return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).settled(seed=0)
 
 
+@pytest.mark.slow
 def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
     geometry = build_engine(settings)[1]
     data = build_data(settings, geometry=geometry, ruler=None)

@@ -135,6 +135,7 @@ def test_loading_processes_read_the_same(own: Path, tmp_path: Path, monkeypatch:
     assert planned == train(tmp_path / "again", data, updates=6)
 
 
+@pytest.mark.slow
 def test_two_processes(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They train on the same sequences as one, also where both find no copy and no index, or skip a source."""
     data = several(own)

@@ -52,6 +52,7 @@ def written(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     yield found
 
 
+@pytest.mark.slow
 def test_every_neighbours_files_load_bit_by_bit(
     data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip

@@ -54,6 +54,7 @@ def of_ranks(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: [next(line for line in each if line["name"] == name) for each in lines] for name in cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_rank_checks_what_it_writes_and_all_end_alike(of_ranks, engine):
     first, second = of_ranks[f"spoiled {engine}"]
@@ -62,6 +63,7 @@ def test_each_rank_checks_what_it_writes_and_all_end_alike(of_ranks, engine):
     assert first["hint"] == "iter_2.pth"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fp16_finds_its_loss_scale_under_every_engine(of_ranks, engine):
     found = of_ranks[f"fp16 {engine}"][0]

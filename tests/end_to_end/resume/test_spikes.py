@@ -74,7 +74,7 @@ def values(folder: Path) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["single", "deepspeed:zero2", "fsdp"])
+@pytest.mark.parametrize("engine", [pytest.param("single", marks=pytest.mark.slow), "deepspeed:zero2", "fsdp"])
 def test_a_run_that_goes_back_is_the_run_that_skips_by_hand(tmp_path: Path, engine: str, capsys: Any) -> None:
     path = write_config(tmp_path / "spiked")
     run, hand, world = tmp_path / "spiked" / "run", tmp_path / "hand", 1 if engine == "single" else 2

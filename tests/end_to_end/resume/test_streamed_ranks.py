@@ -90,6 +90,7 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, data: tuple
     assert len(Manifest.read(stored).loader["cursor"]["blocks"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [True, False])
 def test_a_data_set_of_the_hub(tmp_path: Path, data: tuple[Path, Path, list[str]], there: bool) -> None:
     """A revision of a private data set of a server that speaks the hub's API and asks to wait; or it is not there."""

@@ -40,7 +40,7 @@ def updates(work_dir):
     return [line["update"] for line in read_lines(work_dir / "ledger.jsonl")]
 
 
-@pytest.mark.parametrize("minutes", [84, 90, 101])
+@pytest.mark.parametrize("minutes", [*(pytest.param(one, marks=pytest.mark.slow) for one in (84, 101)), 90])
 def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, data, minutes, monkeypatch, capsys):
     """Evaluations take longer than updates, and a periodic save may be the one before the last."""
     monkeypatch.setenv(JOB_END, str(int(START_S) + 7200))

@@ -17,6 +17,8 @@ from tests.tracking.test_writer import OfflineRun, read_wandb
 from unigen_ds.system.journals import read_lines
 from unigen_ds.tracking.writer import SafeWriter
 
+pytestmark = pytest.mark.slow
+
 KILLED_AT, END = SAVE_EVERY_UPDATES + 3, SAVE_EVERY_UPDATES + 5
 WRITERS = """
 visualizer = dict(

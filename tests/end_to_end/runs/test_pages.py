@@ -196,6 +196,7 @@ def test_every_command_of_the_page_about_bagel(tmp_path: Path, monkeypatch: pyte
     page._python(["tools/generate.py", "merged", "--prompt", "a red fox", "--out", "again"])
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_about_vision_language_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

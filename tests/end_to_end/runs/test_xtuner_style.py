@@ -16,6 +16,8 @@ from unigen_ds.checkpoint import store
 from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.journals import read_lines
 
+pytestmark = pytest.mark.slow
+
 CONFIG = Path(__file__).with_name("frozen_backbones.py")
 
 

@@ -13,6 +13,8 @@ from tests.evaluation import tiny_models
 from unigen_ds.evaluation.provenance import REQUIRED
 from unigen_ds.system.dist import free_port
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "bleu", "rouge1", "rouge2", "rougeL", "rougeLsum", "bertscore_precision", "bertscore_recall",
     "bertscore_f1", "exact_match", "fid_convolution",
