@@ -21,8 +21,6 @@ TESTS = """
 import os, time
 import pytest
 
-pytestmark = pytest.mark.slow
-
 @pytest.fixture(scope="module")
 def opened():
     with open("closed.txt", "a") as stream:

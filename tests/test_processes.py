@@ -13,11 +13,10 @@ import pytest
 
 from tests.processes import ENVIRONMENT, ROOT, forkable, forked_python, popen, run, server
 
+pytestmark = pytest.mark.slow
 SHOWN = """
 import json, os, signal, sys, threading
 import torch, unigen_ds
-
-pytestmark = pytest.mark.slow
 if __name__ == "__main__":
     print(json.dumps({
         "argv": sys.argv[1:], "folder": os.getcwd(), "path": sys.path,

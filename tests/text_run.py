@@ -9,6 +9,7 @@ from typing import Any
 from tests.data.support import write_jsonl
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import PackedBatch
+from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
@@ -78,6 +79,22 @@ def words(number: int, first: int = 0) -> str:
 
 def count_up(number: int) -> list[dict[str, str]]:
     return [{"text": words(2 + i % 12, i)} for i in range(number)]
+
+
+def counting_recipe(folder: Path, number: int) -> dict[str, Any]:
+    """Overrides of the config ``decoder_lm_90m``: a tiny model, and documents and a tokenizer, which are written."""
+    WordTokenizer(words=WORDS).save_pretrained(str(folder / "tokenizer"))
+    llm = {
+        "vocab_size": 20, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 48,
+    }  # fmt: skip
+    return {
+        "tokenizer.path": str(folder / "tokenizer"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
+        "train_dataloader.dataset.data_path": str(write_jsonl(folder / "train.jsonl", count_up(number))),
+        "train_dataloader.num_workers": 0, "train_dataloader.dataset.index_workers": 0,
+        "train_dataloader.seq_length": 48, "backend": {"type": "single"}, "default_hooks.logger.interval": 1,
+        **{f"model.llm.{key}": value for key, value in llm.items()},
+    }  # fmt: skip
 
 
 def word_config(folder: Path, **dotted: Any) -> Any:

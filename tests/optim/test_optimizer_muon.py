@@ -87,13 +87,10 @@ def test_its_class_means_its_name(tmp_path: Path, digits: Path) -> None:
 
 
 @OPTIMIZERS.register_module()
-class Forgetful(torch.optim.Optimizer):
+class Forgetful(torch.optim.SGD):
     """Has state that no checkpoint contains."""
 
     element_wise = True
-
-    def __init__(self, params: Any, *, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

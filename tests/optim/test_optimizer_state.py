@@ -12,13 +12,10 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.optimizer import OptimizerConfig, check_state, element_wise, initialize_state, step_count
 
 
-class Plain(torch.optim.Optimizer):
+class Plain(torch.optim.SGD):
     """SGD, which keeps what a test lets it keep."""
 
     element_wise: Any = True
-
-    def __init__(self, params: Any, *, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

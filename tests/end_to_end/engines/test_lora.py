@@ -14,7 +14,7 @@ from unigen_ds.runner.open.trained import open_model
 
 pytest.importorskip("peft")
 runs = want("lora")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 LINKS = [(kind, number) for kind, chain in lora_cases.CHAINS.items() for number in range(len(chain))]
 RESUMED = [pair for pair in LINKS if pair[1]]
 

@@ -11,7 +11,7 @@ from tests.end_to_end.engines import cases
 from tests.end_to_end.engines.launch import want
 
 runs = want("partial")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 LOADERS = [job.name for job in cases.partial() if job.resumes]
 EMBEDDING, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"

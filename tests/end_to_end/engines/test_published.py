@@ -9,7 +9,7 @@ from tests.end_to_end.engines import cases
 from tests.end_to_end.engines.launch import metric_deviation, unequal, want
 
 runs = want("published")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NAMES = [job.name for job in cases.published(full=False) if "resumed" not in job.name]
 SINGLE = "published/single@1-fp32"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.text_run import WORDS, counting_recipe
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.core.errors import ConfigError
@@ -20,28 +21,15 @@ from unigen_ds.runner.settings.tree import ModelSettings, load_config
 from unigen_ds.runner.start.build import build_model, build_processor
 from unigen_ds.system.journals import read_lines
 
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-LLM = {
-    "vocab_size": 20, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 48,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """``decoder_lm_90m`` with its own curve and packing, learning to count in bf16."""
     folder = tmp_path_factory.mktemp("decoder")
-    WordTokenizer(words=WORDS).save_pretrained(str(folder / "tokenizer"))
-    records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(240)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     overrides = {
-        "tokenizer.path": str(folder / "tokenizer"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
-        "train_dataloader.dataset.data_path": str(folder / "train.jsonl"), "train_dataloader.num_workers": 0,
-        "train_dataloader.dataset.index_workers": 0, "train_dataloader.batch_size": 4,
-        "train_dataloader.seq_length": 48, "optim_wrapper.accumulative_counts": 2, "optim_wrapper.optimizer.lr": 1e-2,
-        "param_scheduler.0.end": 2000, "param_scheduler.1.begin": 2000, "param_scheduler.1.end": 25000,
-        "train_cfg.max_tokens": 25000, "backend": {"type": "single"}, "default_hooks.logger.interval": 1,
-        "work_dir": str(folder / "run"), **{f"model.llm.{key}": value for key, value in LLM.items()},
+        **counting_recipe(folder, 240), "train_dataloader.batch_size": 4, "optim_wrapper.accumulative_counts": 2,
+        "optim_wrapper.optimizer.lr": 1e-2, "param_scheduler.0.end": 2000, "param_scheduler.1.begin": 2000,
+        "param_scheduler.1.end": 25000, "train_cfg.max_tokens": 25000, "work_dir": str(folder / "run"),
     }  # fmt: skip
     runner = Runner.from_cfg(load_config("decoder_lm_90m", overrides))
     runner.train()

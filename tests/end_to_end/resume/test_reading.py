@@ -13,48 +13,35 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.test_store_damaged_folders import signed
+from tests.text_run import counting_recipe
 from tools.export import main as export
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.layouts import safetensors as layout
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
 from unigen_ds.system.files import DIGESTS, file_digest
 
-WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-LLM = {
-    "vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 48, "tie_word_embeddings": True,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reading")
-    WordTokenizer(words=WORDS).save_pretrained(str(folder / "tokenizer"))
-    records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(60)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    return folder
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return counting_recipe(tmp_path_factory.mktemp("reading"), 60)
 
 
-def config(data: Path, work_dir: Path, **overrides: Any) -> Any:
+def config(data: dict, work_dir: Path, **overrides: Any) -> Any:
     """A tiny DecoderLM with an average of its weights, for two updates; ``__`` stands for a dot."""
     given = {
-        "tokenizer.path": str(data / "tokenizer"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
-        "train_dataloader.dataset.data_path": str(data / "train.jsonl"), "train_dataloader.num_workers": 0,
-        "train_dataloader.dataset.index_workers": 0, "train_dataloader.batch_size": 2,
-        "train_dataloader.seq_length": 48, "optim_wrapper.accumulative_counts": 1,
-        "train_cfg": {"max_updates": 2}, "param_scheduler": [], "backend": {"type": "single"},
+        **data, "train_dataloader.batch_size": 2, "optim_wrapper.accumulative_counts": 1,
+        "train_cfg": {"max_updates": 2}, "param_scheduler": [], "model.llm.tie_word_embeddings": True,
+        "model.llm.hidden_size": 16, "model.llm.intermediate_size": 32,
         "custom_hooks": [{"type": "EMAHook", "momentum": 0.5}], "work_dir": str(work_dir),
-        "default_hooks.logger.interval": 1, **{f"model.llm.{key}": value for key, value in LLM.items()},
     }  # fmt: skip
     return load_config("decoder_lm_90m", {**given, **{key.replace("__", "."): v for key, v in overrides.items()}})
 
 
 @pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def trained(data: dict, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     runner = Runner.from_cfg(config(data, tmp_path_factory.mktemp("trained") / "run"))
     runner.train()
     return runner
@@ -64,14 +51,14 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def chain(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chain(data: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     saves = {"interval": 1, "by_epoch": False}
     cfg = config(data, tmp_path_factory.mktemp("chain") / "run", default_hooks__checkpoint=saves)
     Runner.from_cfg(cfg).train()
     return Path(cfg.work_dir)
 
 
-def refusal(data: Path, checkpoint: Path, **changed: Any) -> str:
+def refusal(data: dict, checkpoint: Path, **changed: Any) -> str:
     """What a resume reports, after the manifest was made anew with the digests of the files as they are now."""
     state = json.loads((checkpoint / FILE_NAME).read_text())
     del state["digest"]
@@ -87,7 +74,7 @@ def refusal(data: Path, checkpoint: Path, **changed: Any) -> str:
     return str(caught.value)
 
 
-def test_files_of_another_update_are_refused_by_name(data: Path, chain: Path, tmp_path: Path) -> None:
+def test_files_of_another_update_are_refused_by_name(data: dict, chain: Path, tmp_path: Path) -> None:
     files = [path.relative_to(chain / "iter_1.pth") for path in (chain / "iter_1.pth").rglob("*")]
     files = [file for file in files if file.suffix == ".safetensors" or file.name == "hooks.json"]
     assert len(files) == 5
@@ -99,7 +86,7 @@ def test_files_of_another_update_are_refused_by_name(data: Path, chain: Path, tm
 
 
 @pytest.mark.parametrize("wrong", [-1e-12, float("nan")])
-def test_second_moments_that_no_optimizer_writes(data: Path, chain: Path, tmp_path: Path, wrong: float) -> None:
+def test_second_moments_that_no_optimizer_writes(data: dict, chain: Path, tmp_path: Path, wrong: float) -> None:
     checkpoint = Path(shutil.copytree(chain / "iter_2.pth", tmp_path / "iter_2.pth"))
     moments = load_file(checkpoint / "optimizer.safetensors")
     key = sorted(name for name in moments if name.startswith("exp_avg_sq|"))[3]
@@ -112,7 +99,7 @@ def test_second_moments_that_no_optimizer_writes(data: Path, chain: Path, tmp_pa
 
 
 def test_a_resume_opens_each_file_once_however_many_tensors_it_has(
-    data: Path, trained: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: dict, trained: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To open a file is to parse its header, which is as long as there are tensors. Each is hashed once, too."""
     opened: list[Path] = []
@@ -138,7 +125,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize("of", ["checkpoint", "export", "export, stated by pretrained"])
-def test_weights_of_another_number_of_heads_are_refused(data: Path, trained: Runner, tmp_path: Path, of: str) -> None:
+def test_weights_of_another_number_of_heads_are_refused(data: dict, trained: Runner, tmp_path: Path, of: str) -> None:
     """8 heads of 2 and 4 heads of 4 have the same shapes."""
     (source,) = trained.work_dir.glob("*.pth")
     if of != "checkpoint":
