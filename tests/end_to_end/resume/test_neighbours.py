@@ -30,7 +30,7 @@ def weights(runner: Runner) -> dict[str, Tensor]:
     return dict(runner.backend.model.state_dict())
 
 
-def load(data: Path, work_dir: Path, path: Path, **overrides: Any) -> Runner:  # noqa: F811
+def load(data: dict, work_dir: Path, path: Path, **overrides: Any) -> Runner:  # noqa: F811
     """Train for one update with a learning rate of 0: the weights at the end are those that were loaded."""
     still = {"optim_wrapper__optimizer__lr": 0.0, "train_cfg__max_updates": 1, "randomness__seed": 5}
     runner = Runner.from_cfg(config(data, work_dir, load_from=str(path), **still, **overrides))
@@ -54,7 +54,7 @@ def written(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.mark.slow
 def test_every_neighbours_files_load_bit_by_bit(
-    data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
+    data: dict, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     expected, wrong = weights(trained), {}
     assert torch.equal(expected[HEAD], expected[EMBEDDING]) and len(written) == 26
@@ -72,7 +72,7 @@ def test_every_neighbours_files_load_bit_by_bit(
 
 
 def test_what_cannot_be_resumed_has_the_command_that_works(
-    data: Path, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
+    data: dict, trained: Runner, written: dict[str, Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     """Before anything else: no geometry is asked for, and no data is read."""
     state = {name: tensor.clone() for name, tensor in trained.backend.model.state_dict().items()}
@@ -105,7 +105,7 @@ def by_deepspeed(trained: Runner, tmp_path_factory: pytest.TempPathFactory) -> P
     return neighbours.deepspeed(trained.work_dir, tmp_path_factory.mktemp("deepspeed"))
 
 
-def train_from(path: Path, data: Path, run: Path) -> int:  # noqa: F811
+def train_from(path: Path, data: dict, run: Path) -> int:  # noqa: F811
     """``tools/train.py CONFIG --load-from PATH``, for one update with a learning rate of 0."""
     still = {"optim_wrapper__optimizer__lr": 0.0, "randomness__seed": 5}
     run.with_suffix(".py").write_text(config_text(config(data, run, **still).to_dict()), encoding="utf-8")
@@ -113,7 +113,7 @@ def train_from(path: Path, data: Path, run: Path) -> int:  # noqa: F811
 
 
 def test_a_file_inside_deepspeeds_folder_means_the_weights_of_all_ranks(
-    data: Path, trained: Runner, by_deepspeed: Path, tmp_path: Path  # noqa: F811
+    data: dict, trained: Runner, by_deepspeed: Path, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     """Whichever it is: in stage 3 each file holds a part of every weight."""
     expected = open_model(trained.work_dir, raw=True)[0].state_dict()
@@ -127,7 +127,7 @@ def test_a_file_inside_deepspeeds_folder_means_the_weights_of_all_ranks(
 
 
 def test_a_head_stored_apart_is_not_taken_for_the_tied_one(
-    data: Path, written: dict[str, Path], tmp_path: Path  # noqa: F811
+    data: dict, written: dict[str, Path], tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     state = torch.load(written["plain.pth"])
     torch.save({**state, HEAD: state[HEAD] + 1}, tmp_path / "apart.pth")

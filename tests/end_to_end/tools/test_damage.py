@@ -36,7 +36,7 @@ Main = Callable[[list[str]], int]
 
 
 @pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def trained(data: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     """A checkpoint with an average and a tokenizer, of the layout of ``single``."""
     runner = Runner.from_cfg(config(data, tmp_path_factory.mktemp("trained") / "run"))
     runner.train()
@@ -56,9 +56,9 @@ def flips(folder: Path) -> Iterator[str]:
         path.write_bytes(content)
 
 
-def of_tools(source: Path, data: Path, out: Path) -> dict[str, tuple[Main, list[str]]]:  # noqa: F811
+def of_tools(source: Path, data: dict, out: Path) -> dict[str, tuple[Main, list[str]]]:  # noqa: F811
     """Every tool that reads weights."""
-    records = ["--data", str(data / "train.jsonl"), "--max-batches", "1"]
+    records = ["--data", data["train_dataloader.dataset.data_path"], "--max-batches", "1"]
     return {
         "export": (export, [str(source), str(out)]),
         "generate": (generate, [str(source), "--prompt", "three", "--out", str(out), "--max-length", "2"]),
@@ -68,7 +68,7 @@ def of_tools(source: Path, data: Path, out: Path) -> dict[str, tuple[Main, list[
 
 
 def test_of_a_checkpoint(
-    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    data: dict, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
     checkpoint, out = Path(shutil.copytree(trained, tmp_path / "iter_2.pth")), tmp_path / "out"
     tools = of_tools(checkpoint, data, out)
@@ -113,7 +113,7 @@ def test_of_every_layout(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_of_an_export(
-    data: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    data: dict, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
     """Published directories and merged files, by every reader; without ``digests.json`` they are as those of others."""
     folder, merged, out = tmp_path / "folder", tmp_path / "merged", tmp_path / "out"

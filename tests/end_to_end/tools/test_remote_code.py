@@ -78,7 +78,7 @@ def test_the_payload_is_real(exported: Path, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_run_that_begins_with_a_strangers_directory(
-    exported: Path, data: Path, trained: Runner, tmp_path: Path  # noqa: F811
+    exported: Path, data: dict, trained: Runner, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     marker = poison(exported)
     cfg = config(data, tmp_path / "run", tokenizer__path=str(exported), optim_wrapper__optimizer__lr=0.0)
@@ -98,7 +98,7 @@ def test_a_run_that_begins_with_a_strangers_directory(
     ],
 )
 def test_a_run_with_a_kind_that_only_the_strangers_code_knows(
-    part: str, said: str, exported: Path, data: Path, tmp_path: Path  # noqa: F811
+    part: str, said: str, exported: Path, data: dict, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     marker = poison(exported, unknown=True)
     cfg = config(data, tmp_path / "run")
