@@ -1,7 +1,7 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, write its report
 # make demo-emoji  train the second demo, in colour: draw, read and edit emoji (at most 20 minutes on 2 cores)
 # make test    lint, types and the tests, but for the slow ones
-# make slow    the tests that make test leaves out: ten seconds of a core and more each (nine minutes)
+# make slow    the tests that make test leaves out (nine minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone

@@ -134,7 +134,7 @@ PREVIEWS["words"] = {
     "type": "PreviewHook", "interval": 2, "max_new_tokens": 9, "prompts": ["one two three", "five", "seven zero"],
 }  # fmt: skip
 
-PREVIEWING = ("zero3", "FULL_SHARD")
+PREVIEWING = ("zero2", "zero3", "FULL_SHARD")
 """Engines that make previews in ``make test``, up to half a minute each: one without whole weights for each kind."""
 
 RESUME_UPDATES, KILL_AT, SAVED_AT = 6, 5, 3

@@ -106,12 +106,11 @@ def test_a_checkpoint_never_outlives_its_log_lines(tmp_path, data, monkeypatch):
         work_dir, data, train_cfg={"max_updates": 5}, default_hooks__logger__interval=1000, custom_hooks=[ema]
     )
     Runner.from_cfg(settings).train()
-    assert len(disk.at_commit) == 3
+    assert [len(staged) > 5 for staged, _, _ in disk.at_commit] == [True] * 3
     for staged, flushed, texts in disk.at_commit:
         assert set(texts) >= set(JOURNALS[:2])
         for name, text in texts.items():
             assert flushed[str(work_dir / name)] == len(text.encode()), name
-        assert len(staged) > 5
         for path in (*staged, work_dir, work_dir.parent, work_dir.parent.parent):
             assert str(path) in flushed, path
     assert set(disk.at_commit[-1][2]) == set(JOURNALS)

@@ -46,6 +46,7 @@ SAVES = ("default_hooks.checkpoint.interval=2", "default_hooks.checkpoint.unit=u
 
 RUNS = {
     "before_the_first": Case({1: 0}, 1),
+    "on_rank_0": Case({0: 1}, 2),
     "on_rank_1": Case({1: 3}, 4),
     "on_both_at_different_updates": Case({0: 2, 1: 3}, 3),
     "during_the_last": Case({1: UPDATES}, UPDATES),

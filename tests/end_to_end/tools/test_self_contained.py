@@ -34,7 +34,7 @@ def fine_tuned(folder: Path) -> Any:
     return cfg
 
 
-def decoder(folder: Path, data: Path) -> Any:  # noqa: F811
+def decoder(folder: Path, data: dict) -> Any:  # noqa: F811
     first = text_config(data, folder / "first")
     Runner.from_cfg(first).train()
     assert export([str(folder / "first"), str(folder / "source")]) == 0
@@ -62,7 +62,7 @@ def vlm(folder: Path, pictures: Path) -> Any:  # noqa: F811
 
 @pytest.mark.parametrize("kind", ["fine_tuned", "decoder", "vlm"])
 def test_without_its_source_a_checkpoint_is_exported_loaded_and_used(
-    kind: str, data: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    kind: str, data: dict, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
     given = {"fine_tuned": (tmp_path,), "decoder": (tmp_path, data), "vlm": (tmp_path, pictures)}[kind]
     runner = Runner.from_cfg(globals()[kind](*given), max_updates=1)
