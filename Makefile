@@ -1,7 +1,7 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, write its report
 # make demo-emoji  train the second demo, in colour: draw, read and edit emoji (at most 20 minutes on 2 cores)
 # make test    lint, types and the tests, but for the slow ones
-# make slow    the tests that make test leaves out (nine minutes)
+# make slow    the tests that make test leaves out (twelve minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
@@ -75,6 +75,8 @@ demo: $(VENV)/.stamp-demo
 demo-emoji: $(VENV)/.stamp-demo-emoji
 	$(call train_and_report,unified_emoji,$(EMOJI_DIR))
 
+# Tests start hundreds of interpreters, each of which would compile the package where Python may not keep its bytecode.
+test slow: export PYTHONDONTWRITEBYTECODE =
 test: lint
 	$(BIN)/python -m pytest
 
@@ -100,7 +102,7 @@ kills: $(VENV)/.stamp-test
 		$(if $(MINUTES),--minutes $(MINUTES))
 
 worker-kills: $(VENV)/.stamp-test
-	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/system/test_workers.py tests/end_to_end/resume/test_lost_data.py -k killed
+	KILLS=200 $(BIN)/python -m pytest --timeout 1200 tests/system/test_workers.py tests/end_to_end/resume/ended_processes/test_lost_data.py -k killed
 
 PART ?= 1/1
 mutations: $(VENV)/.stamp-test

@@ -17,7 +17,7 @@ DEEPSPEED = re.search(
 )
 assert DEEPSPEED is not None
 VERSIONS = re.search(
-    r"^ALLOWED = (\{.+?\})$",
+    r"^REQUIREMENTS = (\{.+?\})$",
     (ROOT / "unigen_ds" / "system" / "machine.py").read_text(encoding="utf-8"),
     re.MULTILINE,
 )

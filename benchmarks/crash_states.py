@@ -181,7 +181,7 @@ class Checkpoint:
     lines: dict[str, list[dict[str, Any]]]
     """Lines that counted then, of each journal."""
     updates: int
-    reported: float = float("inf")
+    reported_at: float = float("inf")
     """Number of the change after which the log has it."""
 
 
@@ -196,7 +196,7 @@ class Case:
     straight: Path
     """The work dir of the run that was never stopped."""
     checkpoints: list[Checkpoint] = field(default_factory=list)
-    merged: dict[str, tuple[int, dict[str, bytes | None]]] = field(default_factory=dict)
+    merges: dict[str, tuple[int, dict[str, bytes | None]]] = field(default_factory=dict)
     """Folder of a merge -> the change that published it, and its files."""
     ends: dict[str, int] = field(default_factory=dict)
     """Folder of a merge -> number of changes when its tool had ended."""
@@ -223,18 +223,18 @@ class Case:
         write_inputs(self.folder, self.root, hook=f"async_save={self.saves == 'async'}")
         before, tree, log = read_inodes(self.root), read_tree(self.root), self.folder / "log"
         run = self.root / RUN
-        recorded: dict[str, Any] = {"root": self.root, "log": log}
+        recording: dict[str, Any] = {"root": self.root, "log": log}
 
         def count() -> int:
             return len(Recording(self.root, log, before, tree).changes)
 
         def recorded_run(*arguments: str | Path, kill: str = "") -> list[int]:
-            statuses, text = self.train(*arguments, work_dir=run, kill=kill, **recorded)
+            statuses, text = self.train(*arguments, work_dir=run, kill=kill, **recording)
             assert kill or not any(statuses), text
             return statuses
 
         def merge(out: str, *options: str) -> None:
-            statuses, text = self.session.run("zero_to_fp32", run, self.root / out, *options, **recorded)
+            statuses, text = self.session.run("zero_to_fp32", run, self.root / out, *options, **recording)
             assert not any(statuses), text
             self.ends[out] = count()
 
@@ -270,23 +270,23 @@ class Case:
                 self.checkpoints.append(Checkpoint(name, change.number, files, lines, updates))
             elif change.kind == "rename" and change.other in (FIRST, SECOND):
                 files = below(self.recording.whole(change.number + 1), change.other)
-                self.merged[change.other] = change.number, files
+                self.merges[change.other] = change.number, files
             elif change.kind == "write" and path == f"{RUN}/train.log":
-                for saved in re.findall(rb"Saved checkpoint \S+/(\S+)\.", change.data):
-                    last = [one for one in self.checkpoints if one.name == saved.decode()][-1]
-                    last.reported = change.number + 1
-        assert len(self.checkpoints) >= UPDATES - 1 and self.merged.keys() == self.ends.keys(), self.checkpoints
+                for save in re.findall(rb"Saved checkpoint \S+/(\S+)\.", change.data):
+                    last = [one for one in self.checkpoints if one.name == save.decode()][-1]
+                    last.reported_at = change.number + 1
+        assert len(self.checkpoints) >= UPDATES - 1 and self.merges.keys() == self.ends.keys(), self.checkpoints
 
-    def allowed(self, t: int) -> list[Checkpoint] | None:
+    def choices(self, t: int) -> list[Checkpoint] | None:
         """The checkpoints one of which a resume must choose; None: or none at all."""
-        reported = [one for one in self.checkpoints if one.reported <= t]
-        if not reported:
+        saves = [one for one in self.checkpoints if one.reported_at <= t]
+        if not saves:
             return None
-        last = reported[-1]
-        allowed = [one for one in self.checkpoints if one.at < t and one.at >= last.at]
-        if self.backs and last.reported <= self.backs < t:
-            allowed += [one for one in self.checkpoints if one.name == f"iter_{BACK}.pth"]
-        return allowed
+        last = saves[-1]
+        choices = [one for one in self.checkpoints if one.at < t and one.at >= last.at]
+        if self.backs and last.reported_at <= self.backs < t:
+            choices += [one for one in self.checkpoints if one.name == f"iter_{BACK}.pth"]
+        return choices
 
     def problem(self, t: int, tree: dict[str, bytes | None]) -> tuple[str | None, str]:
         """What is wrong with the state in the folder, if anything, and what a resume does with it."""
@@ -295,38 +295,38 @@ class Case:
         from unigen_ds.core.errors import UnigenError
         from unigen_ds.runner.start.stages import plan_start
 
-        for out, (at, files) in self.merged.items():
+        for out, (at, files) in self.merges.items():
             there = below(tree, out)
             if out in tree and (at >= t or there != files):
-                lost = sorted(name for name in files if there.get(name) != files[name])
-                return f"merged {out} is there and is not whole: {lost}", "merged"
+                missing = sorted(name for name in files if there.get(name) != files[name])
+                return f"merged {out} is there and is not whole: {missing}", "merged"
             if out not in tree and t >= self.ends[out]:
                 return f"merged {out} is gone, and its tool had ended", "merged"
-        allowed = self.allowed(t)
+        choices = self.choices(t)
         try:
             plan = plan_start(self.settings)
         except UnigenError as error:
             text = f"refused: {error}"
-            return (None if allowed is None else text), "refused"
+            return (None if choices is None else text), "refused"
         if plan.mode == "fresh":
-            return (None if allowed is None else "from scratch, and a checkpoint was reported as saved"), "fresh"
+            return (None if choices is None else "from scratch, and a checkpoint was reported as saved"), "fresh"
         assert plan.checkpoint is not None and plan.manifest is not None
         name = plan.checkpoint.name
-        published = [one for one in self.checkpoints if one.at < t]
-        (chosen,) = [one for one in published if one.name == name][-1:] or [None]
-        if chosen is None:
+        candidates = [one for one in self.checkpoints if one.at < t]
+        (choice,) = [one for one in candidates if one.name == name][-1:] or [None]
+        if choice is None:
             return f"{name} was never published", "resume"
-        if allowed is not None and chosen not in allowed:
-            return f"{name} is chosen; allowed: {[one.name for one in allowed]}", "resume"
+        if choices is not None and choice not in choices:
+            return f"{name} is chosen; allowed: {[one.name for one in choices]}", "resume"
         there = below(tree, f"{RUN}/{name}")
-        if there != chosen.files:
+        if there != choice.files:
             return f"{name} is chosen and is not what was written", "resume"
-        for journal, lines in chosen.lines.items():
-            if lines_until(tree.get(f"{RUN}/{journal}") or b"", chosen.updates) != lines:
-                return f"{journal} lacks lines up to update {chosen.updates} of {name}", "resume"
-        return None, "resume" if allowed is None or name == allowed[0].name else "resume newer"
+        for journal, lines in choice.lines.items():
+            if lines_until(tree.get(f"{RUN}/{journal}") or b"", choice.updates) != lines:
+                return f"{journal} lacks lines up to update {choice.updates} of {name}", "resume"
+        return None, "resume" if choices is None or name == choices[0].name else "resume newer"
 
-    def resumed(self) -> str | None:
+    def resume(self) -> str | None:
         """Train on from the state in the folder; what differs from the run that was never stopped."""
         from tests.end_to_end.engines.launch import METRICS, tensors, unequal
         from unigen_ds.checkpoint import store
@@ -416,7 +416,7 @@ def campaign(engine: str, kinds: Sequence[str], numbers: range, seed: int, resum
                 write_tree(case.root, tree)
                 wrong, end = case.problem(t, tree)
                 if number in to_resume and wrong is None:
-                    wrong = case.resumed()
+                    wrong = case.resume()
                     result["resumed"] += 1
                 result["states"] += 1
                 result["ends"][end] += 1
@@ -459,11 +459,11 @@ def main() -> int:
                 shutil.rmtree(base)
         print(engine, {key: value for key, value in by_engine[engine].items() if key != "wrong"}, flush=True)
     wrong = {number: text for one in by_engine.values() for number, text in one.pop("wrong").items()}
-    states, resumed = (sum(one[key] for one in by_engine.values()) for key in ("states", "resumed"))
+    states, num_resumed = (sum(one[key] for one in by_engine.values()) for key in ("states", "resumed"))
     seconds = round(time.monotonic() - began, 1)
-    result = {"seed": arguments.seed, "states": states, "resumed": resumed, "seconds": seconds,
+    result = {"seed": arguments.seed, "states": states, "resumed": num_resumed, "seconds": seconds,
               "engines": by_engine, "wrong": wrong}  # fmt: skip
-    print(f"{states} states, {resumed} trained to the end, {len(wrong)} wrong")
+    print(f"{states} states, {num_resumed} trained to the end, {len(wrong)} wrong")
     if not arguments.no_result:
         print(write_result("crash_states", result))
     return int(bool(wrong))

@@ -96,8 +96,8 @@ BATCH, SEQ_LENGTH, WINDOW, BUFFER_SEQUENCES = 8, 4096, 8192, 8
 
 def cpu_seconds() -> float:
     """Of this process and the processes it has waited for."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
 def in_turns(sides: Sides, number: int | Mapping[str, int], rounds: int, *, same: bool = True) -> dict[str, Any]:
@@ -112,19 +112,19 @@ def in_turns(sides: Sides, number: int | Mapping[str, int], rounds: int, *, same
     cpu: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            start, used = time.perf_counter(), cpu_seconds()
+            start, cpu_before = time.perf_counter(), cpu_seconds()
             sides[name]()
             clock[name].append(numbers[name] / (time.perf_counter() - start))
-            cpu[name].append(numbers[name] / max(cpu_seconds() - used, 1e-9))
-    found: dict[str, Any] = {"number": number}
+            cpu[name].append(numbers[name] / max(cpu_seconds() - cpu_before, 1e-9))
+    result: dict[str, Any] = {"number": number}
     for label, rates in (("", clock), ("_of_cpu_time", cpu)):
-        found[f"per_second{label}"] = {name: float(np.median(values)) for name, values in rates.items()}
-        found[f"ours_to{label}"] = {
+        result[f"per_second{label}"] = {name: float(np.median(values)) for name, values in rates.items()}
+        result[f"ours_to{label}"] = {
             name: interval([a / b for a, b in zip(rates["ours"], values, strict=True)])
             for name, values in rates.items()
             if name != "ours"
         }
-    return found
+    return result
 
 
 def texts(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -151,20 +151,20 @@ def packing(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str,
 
     def nanovlm() -> int:
         """A buffer is as many tokens as 8 sequences have."""
-        found, buffer, total = 0, list[int](), 0
+        count, buffer, total = 0, list[int](), 0
         for length in first.tolist():
             buffer.append(length)
             total += length
             if total >= BUFFER_SEQUENCES * SEQ_LENGTH:
-                found += len(emptiest_first(buffer, SEQ_LENGTH))
+                count += len(emptiest_first(buffer, SEQ_LENGTH))
                 buffer, total = [], 0
-        return found + len(emptiest_first(buffer, SEQ_LENGTH))
+        return count + len(emptiest_first(buffer, SEQ_LENGTH))
 
-    given = {"ours": lengths, "nanoVLM's packer": first}
+    inputs = {"ours": lengths, "nanoVLM's packer": first}
     sides: Sides = {"ours": ours, "nanoVLM's packer": nanovlm}
-    found = in_turns(sides, {name: len(some) for name, some in given.items()}, rounds, same=False)
-    full = {name: int(given[name].sum()) / (side() * SEQ_LENGTH) for name, side in sides.items()}
-    return {"packer": BestFitPacking(WINDOW).fingerprint, **found, "full": full}
+    result = in_turns(sides, {name: len(some) for name, some in inputs.items()}, rounds, same=False)
+    full = {name: int(inputs[name].sum()) / (side() * SEQ_LENGTH) for name, side in sides.items()}
+    return {"packer": BestFitPacking(WINDOW).fingerprint, **result, "full": full}
 
 
 def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -177,14 +177,14 @@ def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
         """``last``: for the patches of the last batch, by record."""
         # an update is one batch: the peer does not keep its batches either
         loading = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, 1, 1), num_workers=workers)
-        seen = 0
+        count = 0
         for [micro] in islice(loading, number // BATCH):
             patches = micro.batch.vit_patches.view(BATCH, -1, PATCH * PATCH * 3)
-            seen += read(patches)
+            count += read(patches)
         if last is not None:
             last |= {int(name.split(":")[1]): patches[i] for i, name in enumerate(micro.batch.sample_ids)}
         loading.close()
-        return seen
+        return count
 
     def theirs(workers: int) -> int:
         return sum(map(read, DataLoader(Pictures(paths), batch_size=BATCH, shuffle=True, num_workers=workers)))
@@ -193,11 +193,11 @@ def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
     ours(0, pixels)
     for index, patches in pixels.items():
         assert torch.equal(patches, Pictures(paths)[index]), f"other pixels of picture {index}"
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for workers in (0, 1, 2):
         sides: Sides = {"ours": partial(ours, workers), "torch's DataLoader": partial(theirs, workers)}
-        found[f"{workers} workers"] = in_turns(sides, number, rounds)
-    return found
+        result[f"{workers} workers"] = in_turns(sides, number, rounds)
+    return result
 
 
 def read(patches: torch.Tensor) -> int:
@@ -216,10 +216,10 @@ def private_bytes() -> int:
 def in_new_process(argument: str, folder: Path, *more: str) -> dict[str, float]:
     """What ``main`` prints for a hidden section."""
     command = [sys.executable, __file__, "--inside", argument, str(folder), *more]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    return dict(json.loads(process.stdout.splitlines()[-1]))
 
 
 def memory(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def memory(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
         with path.open("w") as stream:
             stream.writelines(lines)
         Index.build(JsonSource(path), processor)
-    grown = [in_new_process("memory", folder, str(number))["bytes"] for number in (small, large)]
-    return {"records": large, "bytes_a_record": (grown[1] - grown[0]) / (large - small)}
+    sizes = [in_new_process("memory", folder, str(number))["bytes"] for number in (small, large)]
+    return {"records": large, "bytes_a_record": (sizes[1] - sizes[0]) / (large - small)}
 
 
 def inside_memory(folder: Path, number: int) -> dict[str, float]:
@@ -257,8 +257,8 @@ class Synthetic:
             for name in COLUMNS:
                 new.add(name, number)
             for start in range(0, number, 1 << 20):
-                found = draw.lognormal(5.5, 1.1, min(1 << 20, number - start)).astype(np.int64) + 8
-                new.put("tokens", start, np.minimum(found, SEQ_LENGTH))
+                lengths = draw.lognormal(5.5, 1.1, min(1 << 20, number - start)).astype(np.int64) + 8
+                new.put("tokens", start, np.minimum(lengths, SEQ_LENGTH))
 
         self.cache_folder = folder
         arrays = array_cache.load_or_fill(folder / "synthetic.arrays", str(number), fill)
@@ -286,16 +286,16 @@ def resume(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
     times: dict[str, list[float]] = {"begin": [], "end": []}
     for turn in range(rounds + 1):
         for where in list(times)[:: 1 if turn % 2 else -1]:
-            found = in_new_process("resume", folder, where, str(options.records))
+            result = in_new_process("resume", folder, where, str(options.records))
             if turn:  # the first fills the page cache
-                times[where].append(found["cpu_seconds"])
+                times[where].append(result["cpu_seconds"])
     ratio = interval([end / begin for begin, end in zip(times["begin"], times["end"], strict=True)])
     return {"records": options.records, "cpu_seconds": times, "end_to_begin": ratio}
 
 
 def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
     """From the index to the first sequences."""
-    start, used = time.perf_counter(), cpu_seconds()
+    start, cpu_before = time.perf_counter(), cpu_seconds()
     data = Synthetic(folder, number)
     packer = BestFitPacking(WINDOW)
     stream = SequenceStream(
@@ -304,7 +304,7 @@ def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
     last = number // WINDOW - 1
     rows = list(islice(stream.rows(Cursor(0, last if where == "end" else 0, 3, 3)), 64))
     assert len(rows) == 64 and stream.identity
-    return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - used}
+    return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu_before}
 
 
 def streaming(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def streaming(folder: Path, rounds: int, options: argparse.Namespace) -> dict[st
     return {name: in_turns(stream_sides(folder, number, cold=cold), number, rounds) for name, cold in passes.items()}
 
 
-def reached(found: dict[str, Any]) -> dict[str, float]:
+def values_of(results: dict[str, Any]) -> dict[str, float]:
     """The values that have a limit."""
     values = {}
     for name, peer in (
@@ -323,17 +323,17 @@ def reached(found: dict[str, Any]) -> dict[str, float]:
         ("documents", "batches of 1,000"),
         ("headers", "a loop of Image.open"),
     ):
-        if name in found:
-            values[f"{name}: ratio"] = found[name]["ours_to_of_cpu_time"][peer]["median"]
-    if "packing" in found:
-        values["packing: a second"] = found["packing"]["per_second_of_cpu_time"]["ours"]
-        values["packing: full"] = found["packing"]["full"]["ours"]
-    for workers, part in found.get("loader", {}).items():
+        if name in results:
+            values[f"{name}: ratio"] = results[name]["ours_to_of_cpu_time"][peer]["median"]
+    if "packing" in results:
+        values["packing: a second"] = results["packing"]["per_second_of_cpu_time"]["ours"]
+        values["packing: full"] = results["packing"]["full"]["ours"]
+    for workers, part in results.get("loader", {}).items():
         values[f"loader, {workers}: ratio"] = part["ours_to"]["torch's DataLoader"]["median"]
-    if "memory" in found:
-        values["memory: bytes a record"] = found["memory"]["bytes_a_record"]
-    if "resume" in found:
-        values["resume: ratio"] = found["resume"]["end_to_begin"]["median"]
+    if "memory" in results:
+        values["memory: bytes a record"] = results["memory"]["bytes_a_record"]
+    if "resume" in results:
+        values["resume: ratio"] = results["resume"]["end_to_begin"]["median"]
     return values
 
 
@@ -359,17 +359,17 @@ def main() -> int:
         inside = inside_memory(Path(folder), int(more[0])) if what == "memory" else None
         print(json.dumps(inside or inside_resume(Path(folder), more[0], int(more[1]))))
         return 0
-    before, found = os.getloadavg()[0], {}
+    before, results = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory(prefix="data-") as name:
         for section in filter(options.only.__contains__, SECTIONS):
-            found[section] = globals()[section](Path(name), options.rounds, options)
-            print(section, json.dumps(found[section], indent=1))
-    values = reached(found)
+            results[section] = globals()[section](Path(name), options.rounds, options)
+            print(section, json.dumps(results[section], indent=1))
+    values = values_of(results)
     verdict = {name: (value <= LIMITS[name]) == (name in AT_MOST) for name, value in values.items()}
     for name, value in values.items():
         print(f"{name:28} {value:12,.3f}  limit {LIMITS[name]:12,.3f}  {'met' if verdict[name] else 'NOT MET'}")
     load = {"load_before": before, "load_after": os.getloadavg()[0]}
-    record = {"limits": LIMITS, "reached": values, "verdict": verdict, **found, **load}
+    record = {"limits": LIMITS, "reached": values, "verdict": verdict, **results, **load}
     print(write_result("data", record, folder=options.out))
     return 0 if all(verdict.values()) else 1
 

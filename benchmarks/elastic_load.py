@@ -83,8 +83,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.attention_norm(x)).unflatten(-1, (3, 16, WIDTH // 16)).movedim(-3, 0).transpose(-3, -2)
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.out(mixed.transpose(-3, -2).flatten(-2))
+        attention = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(attention.transpose(-3, -2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
@@ -133,8 +133,8 @@ def write_state(backend: Any, folder: Path) -> None:
     state = backend.state_files()
     folder.mkdir(exist_ok=True)
     results = [write_output(folder, file)[2] for file in state.files]
-    gathered = dist.gather_to_main([result for result in results if result is not None])
-    for file in state.index(gathered) if gathered is not None else ():
+    all_results = dist.gather_to_main([result for result in results if result is not None])
+    for file in state.index(all_results) if all_results is not None else ():
         write_output(folder, file)
     dist.barrier()
 
@@ -176,28 +176,28 @@ def own(backend: Any, folder: Path) -> None:
 
         state = {f"master|{name}": p.detach() for name, p in backend._masters.items()}
         for kind in ("exp_avg", "exp_avg_sq"):
-            held = {name: backend._optimizer.state[backend._masters[name]][kind] for name in backend.kept_for(kind)}
-            state |= {f"{kind}|{name}": t for name, t in held.items()}
+            tensors = {name: backend._optimizer.state[backend._masters[name]][kind] for name in backend.kept_for(kind)}
+            state |= {f"{kind}|{name}": t for name, t in tensors.items()}
         load(state, checkpoint_id=folder)
 
 
 def sums_of(backend: Any) -> dict[str, float]:
     """Sums of the absolute values of masters and moments over all ranks."""
     parts = [backend.master_shards(), backend.moments("exp_avg"), backend.moments("exp_avg_sq")]
-    found = [sum(float(s.data.detach().abs().sum(dtype=torch.float64)) for s in shards) for shards in parts]
-    return dict(zip(("master", "exp_avg", "exp_avg_sq"), dist.sum_floats(found), strict=True))
+    sums = [sum(float(s.data.detach().abs().sum(dtype=torch.float64)) for s in shards) for shards in parts]
+    return dict(zip(("master", "exp_avg", "exp_avg_sq"), dist.sum_floats(sums), strict=True))
 
 
-def measured(load: Load, folder: Path) -> dict[str, Any]:
+def measure(load: Load, folder: Path) -> dict[str, Any]:
     """One rank of one load."""
     backend = make_backend(load.engine, load.world, universal=load.how == "universal")
     action: Callable[[Any, Path], None] = ours if load.how == "ours" else own
     with Memory() as memory:
         dist.barrier()
-        begun, cpu = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), time.process_time()
         action(backend, folder)
         dist.barrier()
-        seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     masters = backend.master_shards()
     return {
         "seconds": seconds,
@@ -214,7 +214,7 @@ def worker(task: Mapping[str, Any]) -> None:
     """A process that ``launch`` started."""
     torch.set_num_threads(1)
     folder, load = Path(task["folder"]), Load(**task["load"])
-    finish(task, save(load.engine, load.world, folder) if task["save"] else measured(load, folder))
+    finish(task, save(load.engine, load.world, folder) if task["save"] else measure(load, folder))
 
 
 def start(load: Load, folder: Path, *, save: bool = False) -> list[dict[str, Any]]:
@@ -228,11 +228,11 @@ def convert(folder: Path, out: Path) -> float:
     code = "import sys, torch; torch.set_num_threads(1); from deepspeed.checkpoint.ds_to_universal import main,"
     code += " parse_arguments; main(parse_arguments())"
     command = [sys.executable, "-c", code, "--input_folder", str(folder), "--output_folder", str(out)]
-    begun = time.perf_counter()
-    done = subprocess.run([*command, "--inject_missing_state"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"ds_to_universal failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return time.perf_counter() - begun
+    start = time.perf_counter()
+    process = subprocess.run([*command, "--inject_missing_state"], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise SystemExit(f"ds_to_universal failed:\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
+    return time.perf_counter() - start
 
 
 def warm(folder: Path) -> None:
@@ -292,7 +292,7 @@ def run(folder: Path, *, rounds: int) -> dict[str, Any]:
     }
 
 
-def row(load: Load, results: Mapping[str, Sequence[Any]], saved: Mapping[str, float]) -> dict[str, Any]:
+def row(load: Load, results: Mapping[str, Sequence[Any]], sums: Mapping[str, float]) -> dict[str, Any]:
     """Medians, ratios by round, and the rank with the largest memory. An incomplete load is never accepted."""
 
     def seconds(name: str) -> list[float]:
@@ -300,20 +300,20 @@ def row(load: Load, results: Mapping[str, Sequence[Any]], saved: Mapping[str, fl
 
     mine, ranks = results[load.name], [rank for ranks in results[load.name] for rank in ranks]
     fullest = max(ranks, key=lambda r: r["grown"] - r["shard"])
-    complete = all(abs(r["sums"][kind] - value) <= 1e-6 * value for r in ranks for kind, value in saved.items())
+    complete = all(abs(r["sums"][kind] - value) <= 1e-6 * value for r in ranks for kind, value in sums.items())
     pairs = {"ratio": REFERENCE.name, "own_ratio": f"{load.engine}@{load.world} own"}
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         key: interval([a / b for a, b in zip(seconds(load.name), seconds(other), strict=True)])
         for key, other in pairs.items()
         if other in results
     }
-    found |= {
+    figures |= {
         "seconds": sorted(seconds(load.name))[len(mine) // 2],
         **{key: fullest[key] for key in ("grown", "kept", "shard", "tensor")},
         "complete": complete,
     }
     fits = fullest["grown"] <= fullest["shard"] + fullest["tensor"]
-    return {**found, "good": complete and fits and found["ratio"]["median"] <= LIMIT}
+    return {**figures, "good": complete and fits and figures["ratio"]["median"] <= LIMIT}
 
 
 def show(record: Mapping[str, Any]) -> None:
@@ -321,9 +321,9 @@ def show(record: Mapping[str, Any]) -> None:
     print(f"{'load':20}{'s':>7}{'/ zero2@2 own':>15}{'/ own':>8}{'anon MiB':>10}{'shard + tensor':>16}  complete")
     for name, r in record["rows"].items():
         own = f"{r['own_ratio']['median']:.2f}" if "own_ratio" in r else ""
-        bound = f"{r['shard'] / mib:.0f} + {r['tensor'] / mib:.0f}"
-        grown = f"{r['grown'] / mib:.0f}"
-        figures = f"{r['seconds']:7.2f}{r['ratio']['median']:15.2f}{own:>8}{grown:>10}{bound:>16}"
+        limit = f"{r['shard'] / mib:.0f} + {r['tensor'] / mib:.0f}"
+        growth = f"{r['grown'] / mib:.0f}"
+        figures = f"{r['seconds']:7.2f}{r['ratio']['median']:15.2f}{own:>8}{growth:>10}{limit:>16}"
         print(f"{name:20}{figures}  {r['complete']}")
     print(f"ds_to_universal before the universal load: {record['conversion_seconds']:.1f} s")
 

@@ -8,8 +8,8 @@ Out: ``results/kills_<date>.json``; exit status 1 if a run did not end, or not b
     python benchmarks/kills.py [--num 1000] [--seed 0] [--minutes M] [--first K] [--jobs 2] [--only K] [--no-result]
 
 ``--minutes``: begin no further case after that time; ``--first K`` continues with case K. ``--only K`` runs one case
-and keeps its files. Processes are forked from one that has imported torch (``tests/processes.py``), but for the run
-without a kill, which so has another seed for hashes of strings.
+and keeps its files. Processes are forked from one that has imported torch (``tests/support/processes.py``), but for
+the run without a kill, which so has another seed for hashes of strings.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.end_to_end.engines.cases import ALL, CURVE, DECODER, GEOMETRY
-from tests.end_to_end.engines.texts import write_decoder, write_documents
-from tests.end_to_end.engines.users import write_mixed
-from tests.processes import ENVIRONMENT, ROOT, popen
+from tests.end_to_end.engines.jobs.cases import ALL, CURVE, DECODER, GEOMETRY
+from tests.end_to_end.engines.jobs.texts import write_decoder, write_documents
+from tests.end_to_end.engines.jobs.users import write_mixed
+from tests.support.processes import ENVIRONMENT, ROOT, popen
 from tests.tiny import TINY
 from unigen_ds.checks.certificate import Launch, Trial
 
@@ -106,9 +106,9 @@ class Case:
             layers = r"self_attn\.(q|v)_proj|down_proj"
             changes = {key: value for key, value in changes.items() if not key.startswith("model.")}
             changes |= {"model": decoder, "processor": None, "lora": {"r": 4, "alpha": 8, "target_modules": layers}}
-        chosen = [FEATURES[name] for name in self.features if name in FEATURES]
-        hooks = [{"type": "EMAHook", "momentum": 0.1}, *(one["hook"] for one in chosen if "hook" in one)]
-        for one in chosen:
+        features = [FEATURES[name] for name in self.features if name in FEATURES]
+        hooks = [{"type": "EMAHook", "momentum": 0.1}, *(one["hook"] for one in features if "hook" in one)]
+        for one in features:
             changes |= {key: value for key, value in one.items() if key != "hook"}
         options = [f"{key}={value!r}" for key, value in {**changes, "custom_hooks": hooks}.items()]
         train = [sys.executable, str(ROOT / "tools" / "train.py"), "unified_digits", "--max-updates", str(UPDATES)]
@@ -117,9 +117,9 @@ class Case:
 
 def case(seed: int, number: int) -> Case:
     """Engines in turn; each feature with a chance of 0.4."""
-    drawn = random.Random(f"{seed}-{number}")
+    draw = random.Random(f"{seed}-{number}")
     engine, world = PAIRS[number % len(PAIRS)]
-    features = [name for name in (*FEATURES, "mixture", "lora") if drawn.random() < 0.4]
+    features = [name for name in (*FEATURES, "mixture", "lora") if draw.random() < 0.4]
     if "lora" in features and "zero" in engine and world == 1:
         features.remove("lora")
     return Case(number, seed, engine, world, tuple(features))
@@ -198,17 +198,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4))
     parser.add_argument("--only", type=int)
     parser.add_argument("--no-result", action="store_true")
-    given = parser.parse_args()
-    if given.only is not None:
-        folder = Path(tempfile.mkdtemp(prefix=f"kills-{given.seed}-{given.only}-"))
-        one = case(given.seed, given.only)
+    options = parser.parse_args()
+    if options.only is not None:
+        folder = Path(tempfile.mkdtemp(prefix=f"kills-{options.seed}-{options.only}-"))
+        one = case(options.seed, options.only)
         print(one.name, folder, flush=True)
         trial = run_case(one, write_data(folder / "data"), folder, say=partial(print, flush=True))
         print(trial.result())
         return int(bool(trial.problems))
-    result = campaign(given.seed, given.num, first=given.first, minutes=given.minutes, jobs=given.jobs)
+    result = campaign(options.seed, options.num, first=options.first, minutes=options.minutes, jobs=options.jobs)
     print({key: value for key, value in result.items() if key != "cases"})
-    if not given.no_result:
+    if not options.no_result:
         from shared.record import write_result
 
         print(write_result("kills", result))

@@ -108,12 +108,12 @@ def warm(source: Path) -> None:
 
 def digests(out: Path) -> dict[str, str]:
     """The output of a merge: each file's name, and each tensor's dtype, shape and hash."""
-    found = {path.name: "" for path in out.iterdir() if path.name != DIGESTS}
-    for file in [name for name in found if name.endswith(".bin")]:
+    values = {path.name: "" for path in out.iterdir() if path.name != DIGESTS}
+    for file in [name for name in values if name.endswith(".bin")]:
         for name, tensor in torch.load(out / file, weights_only=True, mmap=True).items():
             content = hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-            found[f"{file}: {name}"] = f"{tensor.dtype} {tuple(tensor.shape)} {content}"
-    return found
+            values[f"{file}: {name}"] = f"{tensor.dtype} {tuple(tensor.shape)} {content}"
+    return values
 
 
 def check_generator(folder: Path) -> None:
@@ -123,9 +123,9 @@ def check_generator(folder: Path) -> None:
     real = plain_deepspeed.checkpoints()
     for stage in STAGES:
         case = real / f"zero{stage}-bf16" / f"global_step{plain_deepspeed.STEPS}"
-        made = folder / f"small{stage}"
-        write_checkpoint(made, Model.of_checkpoint(case), stage=stage)
-        differences = differences_of(made / "global_step1", case)
+        small = folder / f"small{stage}"
+        write_checkpoint(small, Model.of_checkpoint(case), stage=stage)
+        differences = differences_of(small / "global_step1", case)
         if differences:
             raise SystemExit("error: the generated files are not like a real engine's:\n" + "\n".join(differences))
 
@@ -147,46 +147,46 @@ def compare(millions: int, stage: int, *, rounds: int, folder: Path) -> dict[str
     model = decoder(millions * 10**6)
     write_checkpoint(source, model, stage=stage)
     write_manifest(source / "global_step1")
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    written: dict[str, dict[str, str]] = {}
+    measures: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    outputs: dict[str, dict[str, str]] = {}
     load_before = os.getloadavg()
     for turn in range(rounds):
         for side in SIDES if turn % 2 == 0 else SIDES[::-1]:
             warm(source)
-            found[side].append(measure(side, source, folder / "out"))
+            measures[side].append(measure(side, source, folder / "out"))
             if turn == 0:
-                written[side] = digests(folder / "out")
+                outputs[side] = digests(folder / "out")
             shutil.rmtree(folder / "out")
     for path in folder.iterdir():
         shutil.rmtree(path)
     return {
         "parameters": model.numel,
         "stage": stage,
-        "bit_equal": all(written[side] == written[THEIRS] for side in SIDES),
-        "seconds": {side: statistics.median(r["seconds"] for r in runs) for side, runs in found.items()},
-        "peak_bytes": {side: max(r["peak"] for r in runs) for side, runs in found.items()},
+        "bit_equal": all(outputs[side] == outputs[THEIRS] for side in SIDES),
+        "seconds": {side: statistics.median(r["seconds"] for r in runs) for side, runs in measures.items()},
+        "peak_bytes": {side: max(r["peak"] for r in runs) for side, runs in measures.items()},
         "wall_ratio": {
-            side: interval([a["seconds"] / b["seconds"] for a, b in zip(found[side], found[THEIRS], strict=True)])
+            side: interval([a["seconds"] / b["seconds"] for a, b in zip(measures[side], measures[THEIRS], strict=True)])
             for side in SIDES[1:]
         },
         "load_before": load_before,
         "load_after": os.getloadavg(),
-        "runs": found,
+        "runs": measures,
     }
 
 
 def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     """Each limit, and whether it is met."""
     largest = max(r["parameters"] for r in results)
-    kept = {f"wall <= {WALL}": all(r["wall_ratio"][OURS]["median"] <= WALL for r in results)}
-    kept[f"peak <= {PEAK} at the largest"] = all(
+    checks = {f"wall <= {WALL}": all(r["wall_ratio"][OURS]["median"] <= WALL for r in results)}
+    checks[f"peak <= {PEAK} at the largest"] = all(
         r["peak_bytes"][OURS] <= PEAK * r["peak_bytes"][THEIRS] for r in results if r["parameters"] == largest
     )
     for stage in sorted({r["stage"] for r in results}):
         peaks = [r["peak_bytes"][OURS] for r in results if r["stage"] == stage]
-        kept[f"ZeRO-{stage}: peaks within {FLAT - 1:.0%}"] = max(peaks) <= FLAT * min(peaks)
-    kept["bit-equal"] = all(r["bit_equal"] for r in results)
-    return kept
+        checks[f"ZeRO-{stage}: peaks within {FLAT - 1:.0%}"] = max(peaks) <= FLAT * min(peaks)
+    checks["bit-equal"] = all(r["bit_equal"] for r in results)
+    return checks
 
 
 def show(results: Sequence[Mapping[str, Any]]) -> None:
@@ -218,12 +218,12 @@ def main() -> int:
             for stage in arguments.stages:
                 results.append(compare(millions, stage, rounds=arguments.rounds, folder=Path(folder)))
                 show(results[-1:])
-    kept = verdict(results)
-    for limit, ok in kept.items():
+    checks = verdict(results)
+    for limit, ok in checks.items():
         print(f"{limit:34} {'met' if ok else 'NOT MET'}")
-    record = {"limits": {"wall": WALL, "peak": PEAK, "flat": FLAT}, "verdict": kept, "results": results}
+    record = {"limits": {"wall": WALL, "peak": PEAK, "flat": FLAT}, "verdict": checks, "results": results}
     print(f"Written: {os.path.relpath(write_result('merge', record, folder=arguments.out))}")
-    return 0 if all(kept.values()) else 1
+    return 0 if all(checks.values()) else 1
 
 
 if __name__ == "__main__":

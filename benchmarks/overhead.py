@@ -103,8 +103,8 @@ class HandWritten:
         self.shard()
         self.parameters = dict(self.model.named_parameters())
         self.trained = [self.parameters[name] for group in groups for name in group.parameters]
-        recorded = parts.plain_config["optim_wrapper"]["optimizer"]  # with the same kernel as ours
-        arguments = {k: v for k, v in recorded.items() if k not in ("type", "lr")}
+        optimizer_settings = parts.plain_config["optim_wrapper"]["optimizer"]  # with the same kernel as ours
+        arguments = {k: v for k, v in optimizer_settings.items() if k not in ("type", "lr")}
         self.optimizer: Any = torch.optim.AdamW(
             [
                 {"params": [self.parameters[n] for n in g.parameters], "lr": g.lr, "weight_decay": g.weight_decay}
@@ -225,14 +225,14 @@ class Pacer(Hook):
         self._their_random = RandomState()  # both sides start with the generators that the runner has seeded
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        done, plan = run.progress.updates - self.plan.warm_up, self.plan
-        if done < 0:
+        updates, plan = run.progress.updates - self.plan.warm_up, self.plan
+        if updates < 0:
             return
-        if done == 0:
+        if updates == 0:
             self._run_other(turns=0)
-        elif done % plan.block == plan.lead:
+        elif updates % plan.block == plan.lead:
             self._watch = Stopwatch()
-        elif done % plan.block == 0:
+        elif updates % plan.block == 0:
             timer = next((hook for hook in run.hooks if isinstance(hook, IterTimerHook)), None)
             assert self._watch is not None and timer is not None
             self.ours.append(self._watch.block(timer.summary()["time/data"] * plan.timed))

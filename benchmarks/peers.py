@@ -80,7 +80,7 @@ class Turns:
 
         def body() -> None:
             try:
-                train(functools.partial(self._updated, name))
+                train(functools.partial(self._count_update, name))
             except BaseException as error:
                 self._error = error
             self._ended.release()
@@ -98,15 +98,15 @@ class Turns:
         if self._error is not None:
             raise self._error
 
-    def _updated(self, name: str) -> None:
+    def _count_update(self, name: str) -> None:
         """Called by a side after each of its updates."""
         self._updates[name] += 1
-        done = self._updates[name] - WARM_UP
-        position = done % (LEAD + self.timed)
-        if done > 0 and position == LEAD:
+        updates = self._updates[name] - WARM_UP
+        position = updates % (LEAD + self.timed)
+        if updates > 0 and position == LEAD:
             self._started[name] = time.perf_counter(), time.thread_time()
-        if done >= 0 and position == 0:
-            if done:
+        if updates >= 0 and position == 0:
+            if updates:
                 wall, cpu = self._started[name]
                 self.blocks[name].append(time.perf_counter() - wall)
                 self.cpu_blocks[name].append(time.thread_time() - cpu)
@@ -161,11 +161,11 @@ class Task:
             rows,  # type: ignore[arg-type]
             batch_size=4,
             num_workers=1,
-            collate_fn=functools.partial(_collated, data=data),
+            collate_fn=functools.partial(_collate, data=data),
         )
 
 
-def _collated(rows: Any, *, data: Any) -> dict[str, PackedBatch]:
+def _collate(rows: Any, *, data: Any) -> dict[str, PackedBatch]:
     return {"batch": collate(rows, data.stream.datasets, data.processor, seq_length=data.stream.seq_length)}
 
 
@@ -182,69 +182,69 @@ class Loss(nn.Module):
         return {"loss": functools.reduce(torch.add, terms)}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=LR, **OPTIMIZER)  # type: ignore[arg-type]
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(parameters, lr=LR, **OPTIMIZER)  # type: ignore[arg-type]
 
 
 Weights = Mapping[str, Tensor]
 
 
-def bare(task: Task, updated: Callable[[], None]) -> Weights:
-    return _bare(task, task.batches(), updated)
+def bare(task: Task, on_update: Callable[[], None]) -> Weights:
+    return _bare(task, task.batches(), on_update)
 
 
-def bare_own_loader(task: Task, updated: Callable[[], None]) -> Weights:
+def bare_own_loader(task: Task, on_update: Callable[[], None]) -> Weights:
     """The bare loop over our loader, which sends a batch in one block: ours differs from it by the Runner only."""
     loader = build_parts(task.config("bare_own_loader")).loader
     batches = ({"batch": micro_batch.batch} for micro_batches in loader for micro_batch in micro_batches)
     try:
-        return _bare(task, islice(batches, task.total), updated)
+        return _bare(task, islice(batches, task.total), on_update)
     finally:
         loader.close()
 
 
-def _bare(task: Task, batches: Any, updated: Callable[[], None]) -> Weights:
+def _bare(task: Task, batches: Any, on_update: Callable[[], None]) -> Weights:
     model = task.model()
     optimizer = model.optimizer()
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, inputs in enumerate(batches, start=1):
         loss = model(**inputs)["loss"]
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if number % LOG_INTERVAL == 0:
             loss.item()
-        updated()
+        on_update()
     return dict(model.model.named_parameters())
 
 
-def ours(task: Task, updated: Callable[[], None]) -> Weights:
+def ours(task: Task, on_update: Callable[[], None]) -> Weights:
     class Last(Hook):
         priority = 10_000  # type: ignore[assignment]
 
         def after_update(self, run: Run, result: UpdateResult) -> None:
-            updated()
+            on_update()
 
     parts = build_parts(task.config("ours"))
     runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, Last()]))
-    kept: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
 
     class Keep(Hook):
         def after_train(self, run: Run) -> None:
-            kept.update((name, p.detach().clone()) for name, p in run.backend.model.named_parameters())
+            weights.update((name, p.detach().clone()) for name, p in run.backend.model.named_parameters())
 
     runner.hooks = [*runner.hooks, Keep()]
     runner.train()
-    return kept
+    return weights
 
 
-def trainer(task: Task, updated: Callable[[], None]) -> Weights:
+def trainer(task: Task, on_update: Callable[[], None]) -> Weights:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Callback(TrainerCallback):
         def on_step_end(self, *arguments: Any, **more: Any) -> None:
-            updated()
+            on_update()
 
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -263,7 +263,7 @@ def trainer(task: Task, updated: Callable[[], None]) -> Weights:
     return dict(model.model.named_parameters())
 
 
-def mmengine(task: Task, updated: Callable[[], None]) -> Weights:
+def mmengine(task: Task, on_update: Callable[[], None]) -> Weights:
     from mmengine.hooks import Hook as TheirHook
     from mmengine.model import BaseModel
     from mmengine.optim import OptimWrapper
@@ -281,7 +281,7 @@ def mmengine(task: Task, updated: Callable[[], None]) -> Weights:
         priority = "LOWEST"
 
         def after_train_iter(self, *arguments: Any, **more: Any) -> None:
-            updated()
+            on_update()
 
     model = Model()
     runner = TheirRunner(
@@ -298,7 +298,7 @@ def mmengine(task: Task, updated: Callable[[], None]) -> Weights:
     return dict(model.inner.model.named_parameters())
 
 
-def lightning(task: Task, updated: Callable[[], None]) -> Weights:
+def lightning(task: Task, on_update: Callable[[], None]) -> Weights:
     import lightning as pl
     from lightning.pytorch.loggers import CSVLogger
 
@@ -317,7 +317,7 @@ def lightning(task: Task, updated: Callable[[], None]) -> Weights:
 
     class Last(pl.Callback):
         def on_train_batch_end(self, *arguments: Any, **more: Any) -> None:
-            updated()
+            on_update()
 
     module = Module()
     own = pl.Trainer(
@@ -339,23 +339,23 @@ def order(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
     """The order is reversed in each round and rotated: no side always runs after the same other one."""
     for number in range(rounds):
         k = number // 2 % len(names)
-        turned = [*names[k:], *names[:k]]
-        yield turned if number % 2 == 0 else turned[::-1]
+        turn = [*names[k:], *names[:k]]
+        yield turn if number % 2 == 0 else turn[::-1]
 
 
 def available(names: Sequence[str]) -> list[str]:
     """The sides whose packages are installed; a message names the others."""
     import importlib.util
 
-    needed = {"trainer": ("accelerate", "transformers"), "mmengine": ("mmengine",), "lightning": ("lightning",)}
-    found = []
+    packages = {"trainer": ("accelerate", "transformers"), "mmengine": ("mmengine",), "lightning": ("lightning",)}
+    sides = []
     for name in names:
-        missing = [package for package in needed.get(name, ()) if importlib.util.find_spec(package) is None]
+        missing = [package for package in packages.get(name, ()) if importlib.util.find_spec(package) is None]
         if missing:
             print(f"{name} is skipped: {', '.join(missing)} is not installed (extra 'bench')")
         else:
-            found.append(name)
-    return found
+            sides.append(name)
+    return sides
 
 
 def measure(names: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
@@ -365,13 +365,13 @@ def measure(names: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as folder:
         task = Task(Path(folder), total)
 
-        def side(name: str, updated: Callable[[], None]) -> None:
-            weights[name] = {key: p.detach().clone() for key, p in SIDES[name](task, updated).items()}
+        def side(name: str, on_update: Callable[[], None]) -> None:
+            weights[name] = {key: p.detach().clone() for key, p in SIDES[name](task, on_update).items()}
 
         for name in names:
             turns.start(name, functools.partial(side, name))
-        for turned in order(names, rounds):
-            for name in turned:
+        for turn in order(names, rounds):
+            for name in turn:
                 turns.turn(name)
     blocks = {name: [1e3 * seconds / timed for seconds in turns.blocks[name]] for name in names}
     cpu = {name: [1e3 * seconds / timed for seconds in turns.cpu_blocks[name]] for name in names}
@@ -385,8 +385,8 @@ def measure(names: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
         for key, of in (("runner_ms", blocks), ("runner_cpu_ms", cpu)):
             result[key] = interval([a - b for a, b in zip(of["ours"], of["bare_own_loader"], strict=True)])
     result["largest_weight_difference"] = {
-        name: max(float((w - weights["bare"][key]).abs().max()) for key, w in found.items())
-        for name, found in weights.items() if name != "bare"
+        name: max(float((w - weights["bare"][key]).abs().max()) for key, w in others.items())
+        for name, others in weights.items() if name != "bare"
     }  # fmt: skip
     return result
 
@@ -397,23 +397,23 @@ def main() -> int:
     p.add_argument("--timed", type=int, default=30, help="timed updates of a block")
     p.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
-    given = p.parse_args()
+    options = p.parse_args()
     torch.set_num_threads(1)
-    names = available(list(dict.fromkeys(["bare", *given.sides])))
+    names = available(list(dict.fromkeys(["bare", *options.sides])))
     load_before = os.getloadavg()
-    result = measure(names, rounds=given.rounds, timed=given.timed)
+    result = measure(names, rounds=options.rounds, timed=options.timed)
     print(f"{'':16}{'an update':>19}{'more than the bare loop (95 %)':>36}{'weights differ by':>20}")
     for name, each in result["ms"].items():
-        added, apart = result["added_ms"].get(name), result["largest_weight_difference"].get(name)
-        text = f"{added['median']:+.2f} ms ({added['low']:+.2f} to {added['high']:+.2f})" if added else "-"
+        cost, apart = result["added_ms"].get(name), result["largest_weight_difference"].get(name)
+        text = f"{cost['median']:+.2f} ms ({cost['low']:+.2f} to {cost['high']:+.2f})" if cost else "-"
         print(f"{name:16}{each['median']:>16.2f} ms{text:>36}{'-' if apart is None else f'{apart:.1e}':>20}")
     for key, of in (("runner_ms", "time"), ("runner_cpu_ms", "CPU time of its thread")):
         if runner := result.get(key):
             print(f"The Runner alone (ours - bare loop over our loader), {of}: {runner['median']:+.2f} ms "
                   f"({runner['low']:+.2f} to {runner['high']:+.2f}); limit {LIMIT_MS} ms")  # fmt: skip
-    record = {"limit_ms": LIMIT_MS, "rounds": given.rounds, "timed": given.timed, **result,
+    record = {"limit_ms": LIMIT_MS, "rounds": options.rounds, "timed": options.timed, **result,
               "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
-    print(f"Written: {os.path.relpath(write_result('peers', record, folder=given.out))}")
+    print(f"Written: {os.path.relpath(write_result('peers', record, folder=options.out))}")
     sys.stdout.flush()
     os._exit(int(result.get("runner_ms", {"low": 0.0})["low"] > LIMIT_MS))  # daemon threads of the sides are done
 

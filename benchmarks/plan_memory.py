@@ -3,7 +3,7 @@
     python -m benchmarks.plan_memory [PART ...]      # only cases whose name has one of the texts
 
 Each case trains three updates of two micro-batches on real processes (gloo), which count the bytes of all tensors
-operation by operation, the engine's flat buffers included (``tests/end_to_end/engines/users.py``), and is planned by
+operation by operation, the engine's flat buffers included (``engines/jobs/users.py``), and is planned by
 ``unigen_ds/checks/memory``. All records of a case are the same, so that its largest micro-batch is the one that is
 trained. The largest count of all ranks is compared: the bounds are 5 % above and 2 % below. Results:
 ``benchmarks/results``.
@@ -23,7 +23,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERAT
 
 import torch
 
-from tests.end_to_end.engines import cases, launch, model_cases
+from tests.end_to_end.engines import launch
+from tests.end_to_end.engines.jobs import cases, model_cases
 from tests.tiny import tiny_config
 from unigen_ds.checks.memory.planned import plan_memory
 from unigen_ds.system.machine import description
@@ -68,34 +69,34 @@ def write_same(data: Path) -> None:
         path.with_name("same.jsonl").write_text(f"{one}\n" * 48, encoding="utf-8")
 
 
-def planned(one: cases.Job, out: Path) -> dict[str, Any]:
+def plan_values(one: cases.Job, out: Path) -> dict[str, Any]:
     phase = one.phases[0]
-    given = json.loads(json.dumps(phase.config).replace("{data}", str(out / "data")))
-    given["custom_hooks"] = []
+    overrides = json.loads(json.dumps(phase.config).replace("{data}", str(out / "data")))
+    overrides["custom_hooks"] = []
     source = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / phase.data)}
-    config = tiny_config(out / "plan", out, train_cfg__max_epochs=2, train_dataloader__dataset=source, **given)
+    config = tiny_config(out / "plan", out, train_cfg__max_epochs=2, train_dataloader__dataset=source, **overrides)
     report = plan_memory(config, world_size=phase.world, alternatives=False)
     plan = report.plans[0]
-    return {"problem": plan.problem} if plan.traced is None else {
-        "problem": None, "peak": plan.traced.peak["step"], "held": plan.traced.held
+    return {"problem": plan.problem} if plan.memory is None else {
+        "problem": None, "peak": plan.memory.peak["step"], "held": plan.memory.held
     }  # fmt: skip
 
 
 def main() -> None:
-    wanted = sys.argv[1:]
+    words = sys.argv[1:]
     jobs = [job(m, e, recompute=r) for m in MODELS for r in (False, True) for e in ENGINES]
-    jobs = [one for one in jobs if not wanted or any(text in one.name for text in wanted)]
+    jobs = [one for one in jobs if not words or any(text in one.name for text in words)]
     out = Path(tempfile.mkdtemp(prefix="plan-"))
-    launch.Launched(out, []).finish()  # writes the data
+    launch.LaunchedRuns(out, []).finish()  # writes the data
     write_same(out / "data")
-    runs, rows = launch.Launched(out, jobs).finish(), []
+    runs, rows = launch.LaunchedRuns(out, jobs).finish(), []
     for one in jobs:
         problem = runs.results[one.name]["problem"]
-        counted = [] if problem else runs.outcome(one.name).counted()
-        plan = planned(one, out)
+        ranks = [] if problem else runs.outcome(one.name).counted_bytes()
+        plan = plan_values(one, out)
         row: dict[str, Any] = {"case": one.name, "problem": problem or plan["problem"]}
         for key in ("peak", "held") if row["problem"] is None else ():
-            most = max(rank[key] for rank in counted)
+            most = max(rank[key] for rank in ranks)
             row |= {f"counted_{key}": most, f"planned_{key}": plan[key], f"{key}_off": plan[key] / most - 1}
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -122,8 +123,8 @@ def table(by_case: Mapping[str, Mapping[str, Any]]) -> list[str]:
         cells = []
         for model in MODELS:
             both = [by_case.get(f"{model}{more}/{engine}") for more in ("", "-recompute")]
-            found = [row for row in both if row is not None and row["problem"] is None]
-            cells.append(", ".join(f"{100 * row['peak_off']:.2f} %" for row in found))
+            valid_rows = [row for row in both if row is not None and row["problem"] is None]
+            cells.append(", ".join(f"{100 * row['peak_off']:.2f} %" for row in valid_rows))
         lines.append(f"| `{engine}` | " + " | ".join(cells) + " |")
     return lines
 

@@ -27,8 +27,8 @@ import torch
 from shared.processes import Memory, finish, launch
 from shared.record import write_result
 
-from tests.end_to_end.engines import cases
-from tests.end_to_end.engines.users import write_mixed
+from tests.end_to_end.engines.jobs import cases
+from tests.end_to_end.engines.jobs.users import write_mixed
 from tests.tiny import tiny_config
 from unigen_ds.checks.memory.planned import plan_memory
 from unigen_ds.runner import Runner
@@ -45,16 +45,16 @@ BUCKETS = {"reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000}
 
 def config(engine: str, folder: Path) -> Any:
     world, layers = RUNS[engine]
-    given = cases.config(engine, world, geometry=(1, 2), custom_hooks=[], processor=None)
-    given["model"] = {"type": "DecoderLM", "llm": {**SIZES, "num_hidden_layers": layers}}
-    given["backend"] = cases.with_buckets(cases.ALL[engine], BUCKETS)
+    options = cases.config(engine, world, geometry=(1, 2), custom_hooks=[], processor=None)
+    options["model"] = {"type": "DecoderLM", "llm": {**SIZES, "num_hidden_layers": layers}}
+    options["backend"] = cases.with_buckets(cases.ALL[engine], BUCKETS)
     source = {"type": "UnifiedGenerationDataset", "data_path": str(folder / "text.jsonl")}
-    return tiny_config(folder / engine, folder, train_dataloader__dataset=source, train_cfg__max_epochs=1, **given)
+    return tiny_config(folder / engine, folder, train_dataloader__dataset=source, train_cfg__max_epochs=1, **options)
 
 
-def measured(engine: str, folder: Path) -> dict[str, int]:
+def measure(engine: str, folder: Path) -> dict[str, int]:
     """A worker: three updates."""
-    memory, build = Memory(), parts.build_model
+    memory, build = Memory(), parts.build.build_model
 
     def measured_from_here(*args: Any, **kwargs: Any) -> Any:
         memory.__enter__()
@@ -67,16 +67,16 @@ def measured(engine: str, folder: Path) -> dict[str, int]:
     return {"before": memory.before, "highest": memory.highest}
 
 
-def compared(engine: str, folder: Path) -> dict[str, Any]:
+def compare(engine: str, folder: Path) -> dict[str, Any]:
     world, _ = RUNS[engine]
     ranks = launch(__file__, {"engine": engine, "folder": str(folder)}, world=world, name=engine)
     (plan,) = plan_memory(config(engine, folder), world_size=world, alternatives=False).plans
-    if plan.traced is None:
+    if plan.memory is None:
         raise SystemExit(f"{engine} could not be planned: {plan.problem}")
     most = max(rank["highest"] - rank["before"] for rank in ranks)
-    planned = max(plan.traced.built, plan.traced.peak["load"], plan.traced.peak["step"])
-    row = {"engine": engine, "processes": world, "held": plan.traced.held, "planned": planned, "resident": most,
-           "off": planned / most - 1, "ranks": ranks}  # fmt: skip
+    bytes_planned = max(plan.memory.built, plan.memory.peak["load"], plan.memory.peak["step"])
+    row = {"engine": engine, "processes": world, "held": plan.memory.held, "planned": bytes_planned, "resident": most,
+           "off": bytes_planned / most - 1, "ranks": ranks}  # fmt: skip
     print(json.dumps(row), flush=True)
     return row
 
@@ -89,14 +89,14 @@ def main() -> int:
     if arguments.worker:
         task = json.loads(arguments.worker)
         torch.set_num_threads(1)
-        finish(task, measured(task["engine"], Path(task["folder"])))
+        finish(task, measure(task["engine"], Path(task["folder"])))
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # of the workers
-    with tempfile.TemporaryDirectory(prefix="plan-resident-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="plan-resident-") as name:
+        folder = Path(name)
         texts = write_mixed(folder).read_text(encoding="utf-8").splitlines()
         longest = max((line for line in texts if "image" not in line), key=len)
         (folder / "text.jsonl").write_text(f"{longest}\n" * 24, encoding="utf-8")
-        rows = [compared(engine, folder) for engine in arguments.engines or RUNS]
+        rows = [compare(engine, folder) for engine in arguments.engines or RUNS]
     record = {"limit": LIMIT, "malloc_mmap_threshold": 65536, "runs": rows}
     record["accepted"] = all(abs(row["off"]) <= LIMIT for row in rows)
     print(f"Written: {os.path.relpath(write_result('plan_resident', record))}")

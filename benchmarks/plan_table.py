@@ -136,14 +136,14 @@ def _write(folder: Path, *, side: int, turns: Sequence[tuple[str, int | None]], 
 
     folder.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (side, side)).save(folder / f"{side}.png")
-    made = [
+    messages = [
         {"role": role, "type": "text", "content": " ".join(WORDS[i % len(WORDS)] for i in range(words))}
         if words
         else {"role": role, "type": "image", "image_path": f"{side}.png"}
         for role, words in turns
     ]
     path = folder / f"{name}.jsonl"
-    path.write_text(f"{json.dumps({'conversations': made})}\n" * 100, encoding="utf-8")
+    path.write_text(f"{json.dumps({'conversations': messages})}\n" * 100, encoding="utf-8")
     return str(path)
 
 
@@ -154,11 +154,11 @@ def overrides(model: str, folder: Path, *, data: str) -> dict[str, Any]:
     if model == "nanovlm":
         return {**common, "tokenizer.path": str(folder / "bagel"), "model.llm": {"vocab_size": 49_218},
                 "train_dataloader.dataset.filters": None}  # fmt: skip
-    kept = {f"processor.{kind}_dropout": 0.0 for kind in ("text", "vae", "vit")}
-    return {**common, **kept, "model.pretrained": str(folder / "bagel"), "tokenizer.path": str(folder / "bagel")}
+    dropouts = {f"processor.{kind}_dropout": 0.0 for kind in ("text", "vae", "vit")}
+    return {**common, **dropouts, "model.pretrained": str(folder / "bagel"), "tokenizer.path": str(folder / "bagel")}
 
 
-def planned(model: str, folder: Path, *, data: str, world: int, engine: str | None = None) -> dict[str, Any]:
+def plan_row(model: str, folder: Path, *, data: str, world: int, engine: str | None = None) -> dict[str, Any]:
     """One engine, None: the recipe's own, as plain values; ``seconds`` by the clock and of all processes together."""
     from unigen_ds.checks.memory.planned import Reserve, plan_memory, report_values
     from unigen_ds.checks.resume import as_launched
@@ -167,30 +167,30 @@ def planned(model: str, folder: Path, *, data: str, world: int, engine: str | No
     from unigen_ds.runner.settings.tree import load_settings
     from unigen_ds.system.pipes import size
 
-    per_node, begun, used = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
-    given = overrides(model, folder, data=data)
-    asked = {"model": model, "devices": world, "engine": engine}
+    per_node, start, cpu_before = min(PER_NODE, world), time.perf_counter(), sum(os.times()[:4])
+    options = overrides(model, folder, data=data)
+    request = {"model": model, "devices": world, "engine": engine}
     try:
         with as_launched(world, per_node=per_node):
-            settings = load_settings(RECIPES[model][0], with_backend(given, engine) if engine else given)
+            settings = load_settings(RECIPES[model][0], with_backend(options, engine) if engine else options)
         report = plan_memory(settings, world_size=world, per_node=per_node, alternatives=False)
     except ConfigError as error:  # this engine is not for so many processes
-        return {**asked, "problem": str(error)}
+        return {**request, "problem": str(error)}
     values = report_values(report, Reserve(size(DEVICE_RESERVE), FRAGMENTATION, size(PROCESS_RESERVE)))
     (one,) = values["engines"]
-    found = {
-        **asked, "problem": one["problem"], "micro_batches": [facts(batch) for batch in report.largest.batches],
-        "geometry": values["geometry"], "seconds": time.perf_counter() - begun,
-        "cpu_seconds": sum(os.times()[:4]) - used, "load": os.getloadavg(),
+    row = {
+        **request, "problem": one["problem"], "micro_batches": [facts(batch) for batch in report.largest.batches],
+        "geometry": values["geometry"], "seconds": time.perf_counter() - start,
+        "cpu_seconds": sum(os.times()[:4]) - cpu_before, "load": os.getloadavg(),
     }  # fmt: skip
     if one["problem"] is None:
         device = max(one["device"].values())
-        found |= {
+        row |= {
             "device_gib": device / GIB, "phase": max(one["device"], key=one["device"].__getitem__),
             "node_gib": per_node * max(one["host"].values()) / GIB,
             "enough_gb": next((gb for gb in MEMORY if device <= gb * GIB), None), "traced": one["traced"],
         }  # fmt: skip
-    return found
+    return row
 
 
 def facts(batch: Any) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def main() -> int:
     if arguments.show:
         print(page(json.loads(arguments.show.read_text(encoding="utf-8"))))
         return 0
-    with tempfile.TemporaryDirectory(prefix="plan-table-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="plan-table-") as path:
+        folder = Path(path)
         write_bagel(folder / "bagel")
         if arguments.seconds:
             seconds(folder)
@@ -249,9 +249,9 @@ def main() -> int:
 def seconds(folder: Path) -> None:
     from shared.record import write_result
 
-    found = planned("bagel", folder, data=write_mixed(folder / "mixed"), world=1024)
-    print(json.dumps({key: found[key] for key in ("seconds", "cpu_seconds", "load", "micro_batches", "problem")}))
-    print(f"Written: {os.path.relpath(write_result('plan_seconds', found))}")
+    row = plan_row("bagel", folder, data=write_mixed(folder / "mixed"), world=1024)
+    print(json.dumps({key: row[key] for key in ("seconds", "cpu_seconds", "load", "micro_batches", "problem")}))
+    print(f"Written: {os.path.relpath(write_result('plan_seconds', row))}")
 
 
 def complete(folder: Path, *, until: float) -> None:
@@ -261,18 +261,18 @@ def complete(folder: Path, *, until: float) -> None:
     former = sorted(RESULTS.glob("plan_table_*.json"))
     rows = json.loads(former[-1].read_text(encoding="utf-8"))["rows"] if former else []
     path = former[-1] if former else None
-    done = {(row["model"], row["devices"], row["engine"]) for row in rows}
+    keys = {(row["model"], row["devices"], row["engine"]) for row in rows}
     models = ("nanovlm", "bagel", "lora")  # the quick one first
     everything = [(model, n, engine) for model in models for n in DEVICES for engine in ENGINES]
     data = {model: (write_talks if model == "nanovlm" else write_edits)(folder / f"data-{model}") for model in RECIPES}
     reserve = {"device": DEVICE_RESERVE, "fragmentation": FRAGMENTATION, "process": PROCESS_RESERVE}
     for model, devices, engine in dict.fromkeys((*FIRST, *everything)):
-        if (model, devices, engine) in done:
+        if (model, devices, engine) in keys:
             continue
         if time.monotonic() > until:
             print("There is more to plan.")
             return
-        rows.append(planned(model, folder, data=data[model], world=devices, engine=engine))
+        rows.append(plan_row(model, folder, data=data[model], world=devices, engine=engine))
         print({key: value for key, value in rows[-1].items() if key != "traced"}, flush=True)
         if path is not None:
             path.unlink()

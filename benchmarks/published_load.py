@@ -76,11 +76,11 @@ def warm_up(engine: str) -> None:
         vit={**SIZES["vit"], **tiny},
         vae=SIZES["vae"],
     )
-    backend = prepared(engine, model)
+    backend = prepare(engine, model)
     backend.close()
 
 
-def prepared(engine: str, model: UnifiedModel) -> Backend:
+def prepare(engine: str, model: UnifiedModel) -> Backend:
     backend = make_engine(engine)
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     backend.check(geometry=Geometry(1, 1, dist.env_world_size()), optimizer_cfg=OptimizerConfig())
@@ -89,33 +89,33 @@ def prepared(engine: str, model: UnifiedModel) -> Backend:
     return backend
 
 
-def measured(engine: str, way: str, folder: Path) -> dict[str, Any]:
+def measure(engine: str, way: str, folder: Path) -> dict[str, Any]:
     """One rank."""
     warm_up(engine)
-    held = live_bytes()
+    before = live_bytes()
     with Memory() as memory:
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if way == "whole":
-            backend = prepared(engine, UnifiedModel(pretrained=str(folder)))
+            backend = prepare(engine, UnifiedModel(pretrained=str(folder)))
         else:
             with torch.device("meta"):
                 model = UnifiedModel(pretrained=str(folder))
             weights = model.initial_weights(seed=0)
-            backend = prepared(engine, model)
+            backend = prepare(engine, model)
             backend.load_tensors(weights, weights_only=True)
         dist.barrier()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
     sharded: Any = backend
     shards = [*sharded.master_shards(), *sharded.frozen_shards()]
-    found = sum(float(s.data.detach().abs().sum(dtype=torch.float64)) for s in shards if s.primary)
+    total = sum(float(s.data.detach().abs().sum(dtype=torch.float64)) for s in shards if s.primary)
     return {
         "seconds": seconds,
         "peak": memory.highest - memory.before,
-        "kept": Memory.settled() - memory.before,
-        "tensors": live_bytes() - held,
+        "kept": Memory.settle() - memory.before,
+        "tensors": live_bytes() - before,
         "shard": 4 * sum(s.data.numel() for s in shards),
-        "sum": dist.sum_floats([found])[0],
+        "sum": dist.sum_floats([total])[0],
     }
 
 
@@ -182,7 +182,7 @@ def main() -> int:
     if arguments.worker:
         task = json.loads(arguments.worker)
         torch.set_num_threads(1)
-        finish(task, measured(task["engine"], task["way"], Path(task["folder"])))
+        finish(task, measure(task["engine"], task["way"], Path(task["folder"])))
     folder = Path(tempfile.mkdtemp(prefix="published-load-", dir=arguments.folder))
     try:
         record = run(folder)

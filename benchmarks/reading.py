@@ -83,11 +83,11 @@ def ways(folder: Path, backend: SingleBackend, state: Mapping[str, torch.Tensor]
     average = ShardEMA(backend.master_shards(), momentum=0.1)
     parameters = dict(backend.model.named_parameters())
 
-    def published() -> None:
-        found = stored_tensors(folder / "weights" / "model.safetensors")
+    def read_published() -> None:
+        tensors = stored_tensors(folder / "weights" / "model.safetensors")
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.view(-1).copy_(found[name].flat(0, parameter.numel()))
+                parameter.view(-1).copy_(tensors[name].flat(0, parameter.numel()))
 
     def load(reader: Any) -> None:
         backend.load_tensors(reader, weights_only=True)
@@ -97,7 +97,7 @@ def ways(folder: Path, backend: SingleBackend, state: Mapping[str, torch.Tensor]
         WHOLE: lambda: backend.model.load_state_dict(torch.load(folder / "state.pt", weights_only=True)),
         "weights": lambda: load(SafetensorsReader(folder / "weights", parameters=state)),
         "ema": lambda: average.load(SafetensorsReader(folder / "ema")),
-        "published": published,
+        "published": read_published,
         "dcp": lambda: load(DCPReader(folder / "dcp")),
         "deepspeed": lambda: load(DeepSpeedReader(folder / "deepspeed")),
     }
@@ -108,34 +108,35 @@ def measure(count: int, *, width: int, rounds: int) -> dict[str, Any]:
     model = Many(count, width)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     backend = make_backend(model)
-    with tempfile.TemporaryDirectory(prefix="reading-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="reading-") as path:
+        folder = Path(path)
         write(folder, state)
-        found: dict[str, list[float]] = {}
+        times_by_way: dict[str, list[float]] = {}
         for turn in range(rounds + 1):
             for name, read in ways(folder, backend, state).items():
                 start = time.perf_counter()
                 read()
                 seconds = time.perf_counter() - start
                 if turn:  # the first only fills the page cache
-                    found.setdefault(name, []).append(seconds)
+                    times_by_way.setdefault(name, []).append(seconds)
     ratios = {
-        name: interval([a / b for a, b in zip(times, found[REFERENCE], strict=True)]) for name, times in found.items()
+        name: interval([a / b for a, b in zip(times, times_by_way[REFERENCE], strict=True)])
+        for name, times in times_by_way.items()
     }
-    return {"tensors": count, "seconds": {k: sorted(v)[len(v) // 2] for k, v in found.items()}, "ratio": ratios}
+    return {"tensors": count, "seconds": {k: sorted(v)[len(v) // 2] for k, v in times_by_way.items()}, "ratio": ratios}
 
 
 def verdict(results: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
     """Each limit, and whether it is met."""
-    kept = {}
+    checks = {}
     for name in LIMITED:
-        kept[f"{name} <= {LIMIT}"] = all(r["ratio"][name]["median"] <= LIMIT for r in results)
+        checks[f"{name} <= {LIMIT}"] = all(r["ratio"][name]["median"] <= LIMIT for r in results)
     by_size = {r["tensors"]: r["ratio"] for r in results}
     if {500, 5000} <= set(by_size):
         for name in (*LIMITED, *FREE):
-            grown = by_size[5000][name]["median"] / by_size[500][name]["median"]
-            kept[f"{name} is linear"] = grown <= GROWTH
-    return kept
+            growth = by_size[5000][name]["median"] / by_size[500][name]["median"]
+            checks[f"{name} is linear"] = growth <= GROWTH
+    return checks
 
 
 def main() -> int:
@@ -152,13 +153,13 @@ def main() -> int:
         print(f"{count:,} tensors; torch.load {seconds[REFERENCE]:.3f} s")
         for name in (WHOLE, *LIMITED, *FREE):
             print(f"  {name:28} {seconds[name]:7.3f} s  {ratio[name]['median']:5.2f} times torch.load")
-    kept = verdict(results)
-    for limit, ok in kept.items():
+    checks = verdict(results)
+    for limit, ok in checks.items():
         print(f"{limit:24} {'met' if ok else 'NOT MET'}")
-    record = {"limits": {"ratio": LIMIT, "growth": GROWTH}, "width": arguments.width, "verdict": kept}
+    record = {"limits": {"ratio": LIMIT, "growth": GROWTH}, "width": arguments.width, "verdict": checks}
     path = write_result("reading", {**record, "results": results}, folder=arguments.out)
     print(f"Written: {os.path.relpath(path)}")
-    return 0 if all(kept.values()) else 1
+    return 0 if all(checks.values()) else 1
 
 
 if __name__ == "__main__":

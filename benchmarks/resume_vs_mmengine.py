@@ -66,8 +66,8 @@ def mmengine_curve(folder: Path, batch_sizes: Sequence[int]) -> Curve:
             self.batch_size, self.stop_after = batch_size, stop_after
 
         def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            done = curve[-1][0] + self.before if curve else 0
-            curve.append((done, runner.optim_wrapper.param_groups[0]["lr"]))
+            updates = curve[-1][0] + self.before if curve else 0
+            curve.append((updates, runner.optim_wrapper.param_groups[0]["lr"]))
             self.before = self.batch_size
 
         before = 0

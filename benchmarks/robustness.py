@@ -43,33 +43,33 @@ def work(seed: int, numbers: range) -> None:
         print("begin", number, flush=True)
         with tempfile.TemporaryDirectory(dir=scratch(), prefix="robustness-") as folder:
             try:
-                kind, found = ending_of(seed, number, Path(folder))
+                kind, verdict = ending_of(seed, number, Path(folder))
             except (Exception, Hangs) as error:
                 where = traceback.extract_tb(error.__traceback__)
                 own = [frame for frame in where if "unigen_ds" in frame.filename] or where
                 frame = own[-1]
                 text = " ".join(f"{type(error).__name__}: {error}".split())[:600].encode("ascii", "replace").decode()
-                kind, found = "-", f"wrong {text} (at {Path(frame.filename).name}:{frame.lineno})"
-        print("end", number, kind.replace(" ", "_"), found, flush=True)
+                kind, verdict = "-", f"wrong {text} (at {Path(frame.filename).name}:{frame.lineno})"
+        print("end", number, kind.replace(" ", "_"), verdict, flush=True)
 
 
 class Process(threading.Thread):
     """Works through some cases with as many processes, one after the other, as it needs."""
 
-    def __init__(self, seed: int, numbers: range, ended: queue.Queue[tuple[int, str, str]]) -> None:
+    def __init__(self, seed: int, numbers: range, results: queue.Queue[tuple[int, str, str]]) -> None:
         super().__init__(daemon=True)
-        self.seed, self.numbers, self.ended = seed, numbers, ended
+        self.seed, self.numbers, self.results = seed, numbers, results
 
     def run(self) -> None:
-        left = self.numbers
-        while len(left):
-            last = self._run_until_it_ends(left)
-            left = left[left.index(last) + 1 :] if last is not None else left[:0]
+        rest = self.numbers
+        while len(rest):
+            last = self._run_until_it_ends(rest)
+            rest = rest[rest.index(last) + 1 :] if last is not None else rest[:0]
 
     def _run_until_it_ends(self, numbers: range) -> int | None:
         """The case at which the process ended; None: it has finished all."""
-        given = f"{self.seed}:{numbers.start}:{numbers.stop}:{numbers.step}"
-        command = [sys.executable, __file__, "--worker", given]
+        task = f"{self.seed}:{numbers.start}:{numbers.stop}:{numbers.step}"
+        command = [sys.executable, __file__, "--worker", task]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         lines: queue.Queue[str | None] = queue.Queue()
         assert process.stdout is not None and process.stderr is not None
@@ -77,59 +77,61 @@ class Process(threading.Thread):
         threading.Thread(target=lambda: [lines.put(line) for line in output] + [lines.put(None)], daemon=True).start()
         tail: list[str] = []
         threading.Thread(target=lambda: [tail.append(line) for line in errors], daemon=True).start()
-        begun: int | None = None
+        current: int | None = None
         while True:
             try:
                 line = lines.get(timeout=SILENT_S)
             except queue.Empty:
                 process.kill()
                 process.wait()
-                assert begun is not None, "the process did not start"
-                self.ended.put((begun, "-", "wrong hangs"))
-                return begun
+                assert current is not None, "the process did not start"
+                self.results.put((current, "-", "wrong hangs"))
+                return current
             if line is None:
                 break
             word, number, *rest = line.split(" ", 3)
             if word == "begin":
-                begun = int(number)
+                current = int(number)
             else:
-                self.ended.put((int(number), rest[0], rest[1].strip()))
-                begun = None
+                self.results.put((int(number), rest[0], rest[1].strip()))
+                current = None
         if process.wait() == 0:
             return None
-        assert begun is not None, "".join(tail[-20:])
-        self.ended.put((begun, "-", f"wrong the process ended with {process.returncode}: {''.join(tail[-2:])[:300]}"))
-        return begun
+        assert current is not None, "".join(tail[-20:])
+        self.results.put(
+            (current, "-", f"wrong the process ended with {process.returncode}: {''.join(tail[-2:])[:300]}")
+        )
+        return current
 
 
 def campaign(seed: int, numbers: range, jobs: int) -> dict[str, Any]:
     """All cases."""
-    ended: queue.Queue[tuple[int, str, str]] = queue.Queue()
+    results: queue.Queue[tuple[int, str, str]] = queue.Queue()
     began = time.monotonic()
-    processes = [Process(seed, numbers[k::jobs], ended) for k in range(jobs)]
+    processes = [Process(seed, numbers[k::jobs], results) for k in range(jobs)]
     for process in processes:
         process.start()
     kinds: dict[str, Counter[str]] = {}
     wrong: dict[int, str] = {}
-    for done in range(1, len(numbers) + 1):
-        number, kind, found = ended.get()
-        if found in GOOD:
-            kinds.setdefault(kind.replace("_", " "), Counter())[found] += 1
+    for count in range(1, len(numbers) + 1):
+        number, kind, verdict = results.get()
+        if verdict in GOOD:
+            kinds.setdefault(kind.replace("_", " "), Counter())[verdict] += 1
         else:
-            wrong[number] = found.removeprefix("wrong ")
+            wrong[number] = verdict.removeprefix("wrong ")
             print(f"case {number}: {wrong[number]}", flush=True)
-        if done % 1000 == 0:
-            print(f"{done:,} cases, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
+        if count % 1000 == 0:
+            print(f"{count:,} cases, {len(wrong)} wrong, {time.monotonic() - began:.0f} s", flush=True)
     totals = Counter[str]()
-    for counted in kinds.values():
-        totals += counted
+    for counts in kinds.values():
+        totals += counts
     return {
         "seed": seed,
         "cases": len(numbers),
         "seconds": round(time.monotonic() - began, 1),
         **{name: totals[name] for name in GOOD},
         "wrong": {str(number): text for number, text in sorted(wrong.items())},
-        "by_kind": {kind: dict(sorted(counted.items())) for kind, counted in sorted(kinds.items())},
+        "by_kind": {kind: dict(sorted(counts.items())) for kind, counts in sorted(kinds.items())},
     }
 
 
@@ -155,16 +157,16 @@ def main() -> int:
     parser.add_argument("--only", type=int)
     parser.add_argument("--no-result", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        seed, start, stop, step = map(int, given.worker.split(":"))
+    options = parser.parse_args()
+    if options.worker:
+        seed, start, stop, step = map(int, options.worker.split(":"))
         work(seed, range(start, stop, step))
         return 0
-    if given.only is not None:
-        return only(given.seed, given.only)
-    result = campaign(given.seed, range(given.first, given.first + given.num), given.jobs)
+    if options.only is not None:
+        return only(options.seed, options.only)
+    result = campaign(options.seed, range(options.first, options.first + options.num), options.jobs)
     print({key: value for key, value in result.items() if key not in ("wrong", "by_kind")})
-    if not given.no_result:
+    if not options.no_result:
         print(write_result("robustness", result))
     return int(bool(result["wrong"]))
 

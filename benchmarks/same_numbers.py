@@ -6,8 +6,8 @@
 20 updates of the demos' configs, and of the decoder's recipe at a small size, under ``single``, ZeRO-2, ZeRO-3 and
 FULL_SHARD on two processes. The digest has each update's losses, norm and learning rates, each line of the ledger, and
 of the last checkpoint every tensor of weights, moments, averages and generators. With ``--resume`` each run continues
-from update 10 of a folder that ``--keep`` wrote, maybe by the other tree. Exit status 1 where something differs.
-Digests hold for one machine and one torch: other kernels round differently.
+from update 10 of a folder that ``--keep`` wrote, maybe by the other tree. The result is in ``results/``; exit status 1
+where something differs. Digests hold for one machine and one torch: other kernels round differently.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from shared.record import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 UPDATES, SAVED = 20, 10
@@ -91,16 +92,16 @@ def train(case: str, engine: str, folder: Path, *, packer: str | None, resume: P
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *start] if start else [sys.executable]
     command = [*launcher, "tools/train.py", config, "--backend", engine, "--work-dir", str(folder)]
     command += ["--max-updates", str(UPDATES), *(["--resume", str(checkpoint(resume, SAVED))] if resume else [])]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--cfg-options", *options],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
-    if done.returncode:
+    if process.returncode:
         raise SystemExit(
-            f"{case} under {engine} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            f"{case} under {engine} ended with {process.returncode}:\n{process.stdout[-3000:]}{process.stderr[-3000:]}"
         )
 
 
@@ -153,9 +154,9 @@ def compare(name: str, before: Mapping[str, str], after: Mapping[str, str], *, r
     """Print what differs, ten lines at most. Returns how much; of a resumed run the updates after ``SAVED`` count."""
     if resumed:
         before = {key: value for key, value in before.items() if key in after or not _is_early(key)}
-    found = differences(before, after)
-    print(f"{name}: {len(after)} values, {len(found)} differ", *found[:10], sep="\n  ", flush=True)
-    return len(found)
+    lines = differences(before, after)
+    print(f"{name}: {len(after)} values, {len(lines)} differ", *lines[:10], sep="\n  ", flush=True)
+    return len(lines)
 
 
 def _is_early(key: str) -> bool:
@@ -167,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the digests to this file")
     parser.add_argument("--compare", type=Path, help="compare them with those of this file")
+    parser.add_argument("--commit", help="commit of the tree that wrote that file, for the result")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     parser.add_argument("--resume", type=Path, help="continue each run from its checkpoint in this folder")
     parser.add_argument("--packer", help="train_dataloader.packing.type")
@@ -192,7 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     before = json.loads(arguments.compare.read_text())
     resumed = arguments.resume is not None
-    return int(any([compare(name, before[name], found, resumed=resumed) for name, found in digests.items()]))
+    numbers = {name: compare(name, before[name], values, resumed=resumed) for name, values in digests.items()}
+    runs = {name: {"values": len(digests[name]), "differ": number} for name, number in numbers.items()}
+    print(write_result("same_numbers", {"before": arguments.commit, "resumed": resumed, "runs": runs}))
+    return int(any(numbers.values()))
 
 
 if __name__ == "__main__":

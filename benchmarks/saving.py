@@ -120,7 +120,7 @@ class Bench:
             self.backend.backward(self.backend.model(torch.randn(2, WIDTH)))
         self.backend.step()
 
-    def save(self, hand_over: Any = None) -> Path | None:
+    def save(self, background: BackgroundWriter | None = None) -> Path | None:
         manifest = Manifest(
             commit=0,
             parent=None,
@@ -136,14 +136,14 @@ class Bench:
         self.number += 1
         return saver.save(
             self.folder, f"iter_{self.number}.pth", backend=self.backend, manifest=manifest, hook_states={},
-            hook_shards={EMA: self.average.shards}, config_text="", hand_over=hand_over,
+            hook_shards={EMA: self.average.shards}, config_text="", background=background,
         )  # fmt: skip
 
     def seconds(self, action: Callable[[], Any]) -> float:
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         action()
-        return dist.max_floats([time.perf_counter() - begun])[0]
+        return dist.max_floats([time.perf_counter() - start])[0]
 
     def plain(self) -> None:
         path = self.folder / f"plain{dist.rank()}"
@@ -161,18 +161,18 @@ class Bench:
             self.memory[begin : begin + tensor.nbytes].copy_(tensor)
             begin += tensor.nbytes
 
-    def asynchronous(self, begin: Callable[[], Any], ended: Callable[[], bool]) -> tuple[float, float, int]:
+    def asynchronous(self, begin: Callable[[], Any], has_ended: Callable[[], bool]) -> tuple[float, float, int]:
         """Seconds that training waits, all seconds until it has ended, and updates meanwhile."""
         waits = [self.seconds(begin)]
-        begun, updates = time.perf_counter() - waits[0], 0
+        start, updates = time.perf_counter() - waits[0], 0
         while True:
             self.update()
             updates += 1
             now = time.perf_counter()
-            done = ended()
+            is_done = has_ended()
             waits.append(time.perf_counter() - now)
-            if done:
-                return dist.max_floats([sum(waits)])[0], time.perf_counter() - begun, updates
+            if is_done:
+                return dist.max_floats([sum(waits)])[0], time.perf_counter() - start, updates
 
     def of_dcp(self) -> tuple[Callable[[], Any], Callable[[], bool]]:
         """Begin and end of torch's asynchronous save of the same tensors."""
@@ -183,14 +183,14 @@ class Bench:
         future: list[Any] = []
         group = td.new_group(backend="gloo")  # its thread must not mix with the collectives of the training
 
-        def ended() -> bool:
-            done = future[-1].done()
-            return dist.sum_floats([float(done)])[0] == dist.world_size()
+        def has_ended() -> bool:
+            is_done = future[-1].done()
+            return dist.sum_floats([float(is_done)])[0] == dist.world_size()
 
         def begin() -> None:
             future.append(dcp.async_save(state, checkpoint_id=str(self.folder / "dcp"), process_group=group))
 
-        return begin, ended
+        return begin, has_ended
 
     def clear(self) -> None:
         if dist.is_main():
@@ -208,8 +208,8 @@ class Bench:
 
         def ours() -> None:
             update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
-            ended = lambda: self.writer.finish() is not None  # noqa: E731
-            wait, total, updates = self.asynchronous(lambda: self.save(self.writer.start), ended)
+            has_ended = lambda: self.writer.finish() is not None  # noqa: E731
+            wait, total, updates = self.asynchronous(lambda: self.save(self.writer), has_ended)
             keep(update=update, wait=wait, added=total - updates * update, until=total)
 
         def theirs() -> None:
@@ -236,11 +236,11 @@ class Bench:
         assert path is not None
         if not dist.is_main():
             return 0.0
-        begun = time.perf_counter()
+        start = time.perf_counter()
         problem = store.verify(path, Manifest.read(path), hashes=True)
         assert problem is None, problem
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return size / (time.perf_counter() - begun) / 2**30
+        return size / (time.perf_counter() - start) / 2**30
 
 
 def work(task: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,9 +95,9 @@ class Watch(Hook):
         self.loss = 0.0
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self.updated(float(result.local_sums["text"]), result.counts["text"])
+        self.add(float(result.local_sums["text"]), result.counts["text"])
 
-    def updated(self, local_sum: float, count: float) -> None:
+    def add(self, local_sum: float, count: float) -> None:
         self.times.append(time.perf_counter())
         self.loss = dist.sum_floats([local_sum])[0] / count
 
@@ -132,9 +132,9 @@ def plain(config: Any, watch: Watch) -> None:
     data = build_data(settings, geometry=Geometry(1, 1, world), ruler=None)
     model = build_model(settings, data.processor, seed=settings.seed).train()
     groups = build_groups(settings, model.named_parameters())
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
-        [{"params": [named[n] for n in g.parameters], "lr": g.lr, "weight_decay": g.weight_decay} for g in groups],
+        [{"params": [parameters[n] for n in g.parameters], "lr": g.lr, "weight_decay": g.weight_decay} for g in groups],
         fused=True,
     )
     whole = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
@@ -147,10 +147,10 @@ def plain(config: Any, watch: Watch) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        watch.updated(float(total.detach()), count)
+        watch.add(float(total.detach()), count)
 
 
-def measured(task: Mapping[str, Any]) -> dict[str, Any]:
+def measure(task: Mapping[str, Any]) -> dict[str, Any]:
     """One process."""
     kind, timed = task["side"].partition("@")[0], task["timed"]
     if dist.env_world_size() > 1:
@@ -178,7 +178,7 @@ def write_data(folder: Path) -> None:
 
 def run(sides: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
     load_before = os.getloadavg()
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    measures: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         write_data(Path(folder))
         for number in range(rounds):
@@ -187,23 +187,23 @@ def run(sides: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
                 task = {"side": side, "folder": folder, "work_dir": f"{folder}/{side}-{number}", "timed": timed}
                 ranks = launch(__file__, task, world=world, name=side)
                 fullest, slowest = (max(rank[key] for rank in ranks) for key in ("peak", "seconds"))
-                found[side].append({"peak": fullest, "seconds": slowest, "loss": ranks[0]["loss"]})
+                measures[side].append({"peak": fullest, "seconds": slowest, "loss": ranks[0]["loss"]})
                 print(f"{side}: {slowest:.2f} s, {fullest / 2**20:.0f} MiB, loss {ranks[0]['loss']:.4f}", flush=True)
     return {
         "limits": {"speed": SPEED, "memory": MEMORY, "losses": AGREE},
         "tokens_per_process": LENGTH,
-        "rows": {side: row_of(side, found) for side in sides},
+        "rows": {side: row_of(side, measures) for side in sides},
         "load_before": load_before,
         "load_after": os.getloadavg(),
     }
 
 
-def row_of(side: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
+def row_of(side: str, measures: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
     """Medians of a side over the rounds, and its ratios within each."""
-    world, rounds = int(side.partition("@")[2]), found[side]
+    world, rounds = int(side.partition("@")[2]), measures[side]
 
     def against(peer: str, key: str, *, inverse: bool) -> dict[str, float] | None:
-        pairs = zip(found.get(peer, ()), rounds, strict=False)
+        pairs = zip(measures.get(peer, ()), rounds, strict=False)
         ratios = [(theirs[key] / mine[key]) if inverse else (mine[key] / theirs[key]) for theirs, mine in pairs]
         return interval(ratios) if ratios else None
 
@@ -219,16 +219,16 @@ def row_of(side: str, found: Mapping[str, Sequence[Mapping[str, float]]]) -> dic
 
 def problems(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What exceeds a limit, with its whole confidence interval."""
-    found = []
+    texts = []
     for side, row in rows.items():
         if side == "single@1" and row["efficiency"] and row["efficiency"]["high"] < SPEED:
-            found.append(f"{side}: {row['efficiency']['median']:.2f} times the tokens a second of plain@1")
+            texts.append(f"{side}: {row['efficiency']['median']:.2f} times the tokens a second of plain@1")
         if side == "fsdp@2" and row["memory_to_ddp"] and row["memory_to_ddp"]["low"] > MEMORY:
-            found.append(f"{side}: {row['memory_to_ddp']['median']:.2f} times the memory of ddp@2")
+            texts.append(f"{side}: {row['memory_to_ddp']['median']:.2f} times the memory of ddp@2")
         peers = [other["loss"] for other in rows.values() if other["processes"] == row["processes"]]
         if max(peers) - min(peers) > AGREE * min(peers):
-            found.append(f"{side}: the last losses of {row['processes']} processes are {min(peers)} to {max(peers)}")
-    return found
+            texts.append(f"{side}: the last losses of {row['processes']} processes are {min(peers)} to {max(peers)}")
+    return texts
 
 
 def show(rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -254,14 +254,14 @@ def main() -> int:
     if arguments.worker:
         task = json.loads(arguments.worker)
         torch.set_num_threads(1)
-        finish(task, measured(task))
+        finish(task, measure(task))
     record = run(arguments.sides, rounds=arguments.rounds, timed=arguments.timed)
     show(record["rows"])
-    exceeded = problems(record["rows"])
-    print("\n".join(exceeded) or "Accepted.")
-    record = {**record, "accepted": not exceeded}
+    failures = problems(record["rows"])
+    print("\n".join(failures) or "Accepted.")
+    record = {**record, "accepted": not failures}
     print(f"Written: {os.path.relpath(write_result('scaling', record, folder=arguments.out))}")
-    return int(bool(exceeded))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from unigen_ds.data.batches.loader import collate, load, pack_documents
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.order.order import Draw
 from unigen_ds.data.order.packing import BestFitPacking
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.models.layers import rotary_tables
@@ -84,14 +84,14 @@ class Public:
 
     @classmethod
     def read(cls, name: str) -> Public:
-        stored = json.loads((ROOT / "tests" / "golden" / "nanovlm" / "packing.json").read_text(encoding="utf-8"))
-        settings, made = stored["settings"], stored["lists"][name]
+        golden = json.loads((ROOT / "tests" / "golden" / "nanovlm" / "packing.json").read_text(encoding="utf-8"))
+        settings, record = golden["settings"], golden["lists"][name]
         return cls(
             seq_length=settings["seq_length"] // SCALE,
             max_images=settings["max_images_per_knapsack"],
-            samples=[(tokens // SCALE, images) for tokens, images in made["samples"]],
-            buffers=made["stream"]["groups"],
-            utilisation=made["stream"]["utilisation"],
+            samples=[(tokens // SCALE, images) for tokens, images in record["samples"]],
+            buffers=record["stream"]["groups"],
+            utilisation=record["stream"]["utilisation"],
         )
 
 
@@ -140,7 +140,12 @@ class Rows:
 
     @classmethod
     def of(
-        cls, rows: Sequence[Sequence[list[Loaded]]], processor: VLMProcessor, *, length: int | None, everywhere: bool
+        cls,
+        rows: Sequence[Sequence[list[LoadedSplit]]],
+        processor: VLMProcessor,
+        *,
+        length: int | None,
+        everywhere: bool,
     ) -> Rows:
         batch = pack_documents([document for row in rows for document in row], processor)
         counts = [sum(pack_documents([document], processor).num_tokens for document in row) for row in rows]
@@ -208,7 +213,7 @@ class Data:
             documents = [[self._document(number) for number in row] for row in some]
             yield Rows.of(documents, self.processor, length=length, everywhere=everywhere)
 
-    def _document(self, number: int) -> list[Loaded]:
+    def _document(self, number: int) -> list[LoadedSplit]:
         length = self.public.seq_length
         return load(Draw(0, number, 0), self.dataset, self.processor, seq_length=length, seed=0, name=str(number))
 
@@ -321,8 +326,10 @@ def main() -> int:
         folder = Path(name)
         tokenizer = make_tokenizer(folder / "tokenizer", num_words=NUM_WORDS)
         processor = VLMProcessor(tokenizer, **VLM.processor_sizes({"vit": VIT}))
-        wanted = public.samples[: 1 + max(n for rows in public.buffers[: arguments.steps + 1] for r in rows for n in r)]
-        dataset = write_conversations(folder, wanted, processor, num_words=NUM_WORDS, tile=VIT["image_size"])
+        samples = public.samples[
+            : 1 + max(n for rows in public.buffers[: arguments.steps + 1] for r in rows for n in r)
+        ]
+        dataset = write_conversations(folder, samples, processor, num_words=NUM_WORDS, tile=VIT["image_size"])
         result = measure(Data(public, dataset, processor), steps=arguments.steps)
     show(result)
     record = {

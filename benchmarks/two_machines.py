@@ -110,8 +110,8 @@ def measure(folder: Path) -> dict[str, Any]:
     from unigen_ds.system.journals import read_lines
 
     data, alone, work_dir, saves = folder / "digits", folder / "alone", folder / "run", folder / "saves"
-    given = {"param_scheduler": [], "train_cfg__max_epochs": 50}
-    Runner.from_cfg(tiny_config(alone, data, train_dataloader__batch_size=4, **given), max_updates=UPDATES).train()
+    options = {"param_scheduler": [], "train_cfg__max_epochs": 50}
+    Runner.from_cfg(tiny_config(alone, data, train_dataloader__batch_size=4, **options), max_updates=UPDATES).train()
     work_dir.mkdir()
     (work_dir / "slow_hook.py").write_text(HOOK, encoding="utf-8")
     own = {
@@ -121,7 +121,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "env__dist_timeout_s": TIMEOUT_S, "default_hooks__checkpoint__interval": 2,
         "default_hooks__checkpoint__max_keep_ckpts": 3,
     }  # fmt: skip
-    (work_dir / "given.py").write_text(config_text(tiny_config(work_dir, data, **given, **own).to_dict()))
+    (work_dir / "given.py").write_text(config_text(tiny_config(work_dir, data, **options, **own).to_dict()))
     machines = []
     for name, address in MACHINES.items():
         rendezvous = f"is_host={name == 'a'},last_call_timeout=8,keep_alive_interval=2,keep_alive_max_attempt=3"
@@ -154,11 +154,11 @@ def measure(folder: Path) -> dict[str, Any]:
     same = len(losses[0]) == len(losses[1]) and all(
         abs(one - two) < 1e-4 * abs(one) for one, two in zip(*losses, strict=True)
     )
-    found = list_checkpoints(work_dir)
-    for one in found:
+    checkpoints = list_checkpoints(work_dir)
+    for one in checkpoints:
         verify_manifest(one.path)
     return {"ended": ended, "ledger as without faults": ledgers[0] == ledgers[1], "losses equal": same,
-            "checkpoints that verify": len(found), "faults": rows}  # fmt: skip
+            "checkpoints that verify": len(checkpoints), "faults": rows}  # fmt: skip
 
 
 def fault(
@@ -167,19 +167,19 @@ def fault(
     """Take the link down once, and wait until both machines train again."""
     from unigen_ds.system.journals import last_update
 
-    def done() -> int:
+    def count_updates() -> int:
         return last_update(work_dir / "metrics.jsonl")
 
-    wait(lambda: done() >= update and both(work_dir), machines, update=update)
+    wait(lambda: count_updates() >= update and both(work_dir), machines, update=update)
     wait(lambda: saves.exists() == (where == "save"), machines, update=update)
-    known, before = len(log_of(work_dir)), done()
+    length, before = len(log_of(work_dir)), count_updates()
     ip("-n", "unigen-b", "link", "set", "eth-b", "down")
     time.sleep(seconds)
-    during = done()
+    during = count_updates()
     ip("-n", "unigen-b", "link", "set", "eth-b", "up")
-    wait(lambda: done() > before + 2 and both(work_dir), machines, update=update)
+    wait(lambda: count_updates() > before + 2 and both(work_dir), machines, update=update)
     marks = ("ERROR", "No progress", "keep-batch", "Auto resumed")
-    lines = [line for line in log_of(work_dir)[known:].splitlines() if any(mark in line for mark in marks)]
+    lines = [line for line in log_of(work_dir)[length:].splitlines() if any(mark in line for mark in marks)]
     return {"in": where, "seconds": seconds, "update": before, "update when it was up again": during,
             "starts of torchrun": {machine.name: machine.starts for machine in machines},
             "log": [re.sub(r"/\S+/", "", line[24:240]) for line in lines]}  # fmt: skip
@@ -196,9 +196,9 @@ def both(work_dir: Path) -> bool:
     return bool(starts) and "x 2 process(es)" in starts[-1]
 
 
-def wait(done: Any, machines: list[Machine], *, update: int, timeout_s: float = 400.0) -> None:
+def wait(condition: Any, machines: list[Machine], *, update: int, timeout_s: float = 400.0) -> None:
     end = time.monotonic() + timeout_s
-    while not done():
+    while not condition():
         if time.monotonic() > end or not any(machine.is_alive() for machine in machines):
             raise SystemExit(f"the run does not continue after the fault at update {update}")
         time.sleep(0.02)

@@ -32,7 +32,7 @@ import unigen_ds.examples.emoji  # noqa: E402
 import unigen_ds.runner.start.build  # noqa: E402, F401 - registers everything else
 from unigen_ds.config import registry  # noqa: E402
 from unigen_ds.config.section import Section, section_of  # noqa: E402
-from unigen_ds.config.values import Allowed, argument_hints, describe_hint, nested_section  # noqa: E402
+from unigen_ds.config.values import Choices, argument_hints, describe_hint, nested_section  # noqa: E402
 from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
@@ -184,7 +184,7 @@ def argument_table(cls: type, shown: Iterable[inspect.Parameter], *, prefix: str
 
 def limited(hint: Any) -> bool:
     """Whether a hint, or a part of it, has the limits of a number."""
-    if get_origin(hint) is Annotated and any(isinstance(one, (*LIMITS, Allowed)) for one in hint.__metadata__):
+    if get_origin(hint) is Annotated and any(isinstance(one, (*LIMITS, Choices)) for one in hint.__metadata__):
         return True
     return any(map(limited, get_args(hint)))
 

@@ -12,9 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-from tests import lanes, processes
-from tests import small_disk as disks
 from tests.end_to_end.engines import launch
+from tests.support import lanes, processes
+from tests.support import small_disk as disks
 
 torch.set_num_threads(1)
 
@@ -52,7 +52,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if jobs.on_demand or all(map(_needs_engines, session.items)):
         return None
     processes.server()  # one for both
-    lanes.Lanes(session, own=_needs_engines, begin=jobs.ended).run()
+    lanes.Lanes(session, own=_needs_engines, begin=jobs.has_ended).run()
     return True
 
 

@@ -49,7 +49,7 @@ def tracing(modules: Modules) -> Iterator[None]:
         sys.setprofile(before)
 
 
-def traced(call: Callable[..., Any], modules: Modules) -> Callable[..., Any]:
+def trace(call: Callable[..., Any], modules: Modules) -> Callable[..., Any]:
     """``call``, which adds what it calls to ``modules``."""
 
     def wrapper(*args: Any, **keywords: Any) -> Any:
@@ -64,19 +64,19 @@ def journeys(folder: Path) -> dict[str, Modules]:
     overrides = {"work_dir": str(folder), "train_cfg.max_epochs": 1, "train_dataloader.num_workers": 0}
     load_config("unified_digits", overrides)  # imports
     config, record, save, whole_save, restore = (Modules() for _ in range(5))
-    loaded = traced(load_config, config)("unified_digits", overrides)
+    settings = trace(load_config, config)("unified_digits", overrides)
 
-    runner = Runner.from_cfg(loaded, max_updates=3)
+    runner = Runner.from_cfg(settings, max_updates=3)
     updates = iter(runner._parts.loader)
     next(updates)
-    traced(next, record)(updates)
+    trace(next, record)(updates)
 
-    runner = Runner.from_cfg(loaded, max_updates=3)
+    runner = Runner.from_cfg(settings, max_updates=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "save", traced(saver.save, save))
-        patch.setattr(Runner, "save_checkpoint", traced(Runner.save_checkpoint, whole_save))
+        patch.setattr(saver, "save", trace(saver.save, save))
+        patch.setattr(Runner, "save_checkpoint", trace(Runner.save_checkpoint, whole_save))
         runner.train()
-        patch.setattr(loop, "restore", traced(loop.restore, restore))
+        patch.setattr(loop, "restore", trace(loop.restore, restore))
         Runner.from_cfg(load_config("unified_digits", {**overrides, "resume": True}), max_updates=4).train()
     return {
         "load_config": config,
@@ -89,11 +89,11 @@ def journeys(folder: Path) -> dict[str, Modules]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        entered = journeys(Path(temporary))
+        results = journeys(Path(temporary))
     if "--json" in sys.argv:
-        print(json.dumps(entered))
+        print(json.dumps(results))
     else:
-        for title, modules in entered.items():
+        for title, modules in results.items():
             print(
                 f"{title}: {len(modules)} modules",
                 *(f"    {name}: {', '.join(calls)}" for name, calls in modules.items()),

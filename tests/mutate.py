@@ -99,8 +99,8 @@ def part_of(mutations: Sequence[Mutation], part: str) -> list[Mutation]:
     number, _, total = part.partition("/")
     if not (number.isdigit() and total.isdigit() and 1 <= int(number) <= int(total)):
         raise SystemExit(f"--part is {part!r}; allowed: K/N with 1 <= K <= N")
-    chosen = int(number) - 1
-    return [m for m in mutations if int(hashlib.blake2b(m.test.encode()).hexdigest(), 16) % int(total) == chosen]
+    wanted_part = int(number) - 1
+    return [m for m in mutations if int(hashlib.blake2b(m.test.encode()).hexdigest(), 16) % int(total) == wanted_part]
 
 
 def tree_copy(folder: Path) -> Path:
@@ -150,29 +150,29 @@ class Campaign:
         for edit in edits:
             if time.monotonic() > self.until:
                 return
-            started, path = time.monotonic(), folder / edit.file
+            start, path = time.monotonic(), folder / edit.file
             source = path.read_text(encoding="utf-8")
             assert edit.find in source, f"{edit.file} has changed since the copy was made"
             path.write_text(source.replace(edit.find, edit.replace), encoding="utf-8")
             try:
-                status, printed = run_tests(folder, edit.test)
+                status, output = run_tests(folder, edit.test)
             finally:
                 path.write_text(source, encoding="utf-8")
-            self._record(edit, _outcome(status), printed, time.monotonic() - started)
+            self._record(edit, _outcome(status), output, time.monotonic() - start)
 
-    def _record(self, edit: Mutation, outcome: str, printed: str, seconds: float) -> None:
+    def _record(self, edit: Mutation, outcome: str, output: str, seconds: float) -> None:
         self.outcomes[edit.id] = outcome
         print(f"{outcome:<9} {edit.id}  ({seconds:.0f} s, {edit.test})", flush=True)
         if outcome != "detected":
-            print("  " + "\n  ".join(printed.splitlines()[-15:]), flush=True)
+            print("  " + "\n  ".join(output.splitlines()[-15:]), flush=True)
 
 
-def run_tests(folder: Path, tests: str, *, traced: str = "") -> tuple[int | None, str]:
+def run_tests(folder: Path, tests: str, *, module: str = "") -> tuple[int | None, str]:
     """pytest's exit status in a copy of the tree, None where it had to be killed, and what was printed. The copy is
-    first on the path, also for processes that a test starts. ``traced``: a module; the numbers of its lines that the
+    first on the path, also for processes that a test starts. ``module``: a module; the numbers of its lines that the
     tests run are printed last.
     """
-    program = ["-m", "tests.mutate", "--trace", traced] if traced else ["-m", "pytest"]
+    program = ["-m", "tests.mutate", "--trace", module] if module else ["-m", "pytest"]
     options = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=short", *tests.split()]
     environment = {
         **os.environ,
@@ -184,8 +184,8 @@ def run_tests(folder: Path, tests: str, *, traced: str = "") -> tuple[int | None
     how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with subprocess.Popen([sys.executable, *program, *options], cwd=folder, env=environment, text=True, **how) as one:
         try:
-            printed = one.communicate(timeout=TIMEOUT_S)[0]
-            return one.returncode, printed
+            output = one.communicate(timeout=TIMEOUT_S)[0]
+            return one.returncode, output
         except subprocess.TimeoutExpired:
             os.killpg(one.pid, signal.SIGKILL)
             return None, ""
@@ -212,12 +212,12 @@ def own_tests(module: str) -> list[str]:
     return sorted(str(file.relative_to(ROOT)) for name in names for file in folder.glob(name))
 
 
-def _edited(node: ast.AST) -> tuple[str, str] | None:
+def _edit(node: ast.AST) -> tuple[str, str] | None:
     """The operator that fits a node, and the text of the changed node."""
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=others) if type(operator) in _COMPARISONS:
-            changed = ast.Compare(left, [_COMPARISONS[type(operator)]()], others)
-            return "comparison", f"({ast.unparse(changed)})"
+            new_node = ast.Compare(left, [_COMPARISONS[type(operator)]()], others)
+            return "comparison", f"({ast.unparse(new_node)})"
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as operator, right=right):
             if not isinstance(left, ast.List) and not isinstance(right, ast.List):  # else an error of types
                 changed_sum = ast.BinOp(left, ast.Sub() if isinstance(operator, ast.Add) else ast.Add(), right)
@@ -258,13 +258,13 @@ def random_edits(folder: Path, module: str, tests: str) -> Iterator[Mutation]:
     parts = [part for node in ast.walk(tree) if (part := _without_effect(node)) is not None]
     left_out = {id(inner) for part in parts for inner in ast.walk(part)}
     for node in ast.walk(tree):
-        change = None if id(node) in left_out else _edited(node)
+        change = None if id(node) in left_out else _edit(node)
         if change is not None and isinstance(node, (ast.expr, ast.stmt)):
             begin = begins[node.lineno - 1] + node.col_offset
             end = begins[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
             name = f"{module}:{node.lineno}:{node.col_offset} {text[begin:end].decode()} -> {change[1]}"
-            edited = (text[:begin] + change[1].encode() + text[end:]).decode()
-            yield Mutation(name, (), module, source, edited, tests, operator=change[0], line=node.lineno)
+            new_source = (text[:begin] + change[1].encode() + text[end:]).decode()
+            yield Mutation(name, (), module, source, new_source, tests, operator=change[0], line=node.lineno)
 
 
 def trace(file: str, options: Sequence[str]) -> int:
@@ -291,40 +291,41 @@ def trace(file: str, options: Sequence[str]) -> int:
 
 def sample(campaign: Campaign, number: int, seed: int) -> int:
     """Test random edits of modules that have tests of their own, and write the share that these detect."""
-    listed = subprocess.run(["git", "ls-files", "unigen_ds"], cwd=ROOT, capture_output=True, text=True, check=True)
-    modules = [name for name in listed.stdout.split() if name.endswith(".py") and own_tests(name)]
+    files = subprocess.run(["git", "ls-files", "unigen_ds"], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = [name for name in files.stdout.split() if name.endswith(".py") and own_tests(name)]
     sizes = [len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in modules]
     counts = Counter(random.Random(seed).choices(modules, weights=sizes, k=number))
 
     def test_module(module: str, folder: Path) -> None:
         tests = " ".join(own_tests(module))
-        status, printed = run_tests(folder, tests, traced=module)
+        status, output = run_tests(folder, tests, module=module)
         if status != 0:
             print(f"{module} is left out: its tests without an edit: {_outcome(status)}", flush=True)
             return
-        lines = set(json.loads(printed.splitlines()[-1]))
+        lines = set(json.loads(output.splitlines()[-1]))
         edits = [edit for edit in random_edits(folder, module, tests) if edit.line in lines]
-        drawn = random.Random(f"{seed} {module}").sample(edits, min(counts[module], len(edits)))
-        campaign.test_edits(drawn, folder, check=False)
+        picks = random.Random(f"{seed} {module}").sample(edits, min(counts[module], len(edits)))
+        campaign.test_edits(picks, folder, check=False)
 
     campaign.run([lambda folder, name=name: test_module(name, folder) for name in counts])  # type: ignore[misc]
     outcomes = {name: outcome.partition(":")[0] for name, outcome in campaign.outcomes.items()}
-    counted = Counter(outcomes.values())
-    share = {kind: counted[kind] for kind in ("detected", "survived", "no result")}
+    totals = Counter(outcomes.values())
+    share = {kind: totals[kind] for kind in ("detected", "survived", "no result")}
     survivors = sorted(name for name, outcome in outcomes.items() if outcome == "survived")
     print("\nNot detected:\n  " + "\n  ".join(survivors) if survivors else "")
-    tested = share["detected"] + share["survived"]
-    print(f"\n{share['detected']} of {tested} random edits detected ({share['detected'] / max(tested, 1):.0%})")
+    total = share["detected"] + share["survived"]
+    print(f"\n{share['detected']} of {total} random edits detected ({share['detected'] / max(total, 1):.0%})")
     result = {"sample": number, "seed": seed, "not_run": number - len(outcomes), **share, "survivors": survivors}
+    result |= {"share": round(share["detected"] / max(total, 1), 3), "outcomes": dict(sorted(outcomes.items()))}
     print(importlib.import_module("benchmarks.shared.record").write_result("mutations_sample", result))
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
-    given = [*(sys.argv[1:] if arguments is None else arguments)]
-    if given[:1] == ["--trace"]:
-        return trace(given[1], given[2:])
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words[:1] == ["--trace"]:
+        return trace(words[1], words[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", default="1/1", help="K/N: only part K of N; default %(default)s")
     parser.add_argument("--minutes", type=float, help="start no further edit after so many minutes")
@@ -334,30 +335,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests-passed", action="store_true", help="the tests are known to pass without an edit")
     parser.add_argument("--sample", type=int, metavar="N", help="N random edits instead of those of the list")
     parser.add_argument("--seed", type=int, default=0, help="of the random edits; default %(default)s")
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     campaign = Campaign(jobs=options.jobs, minutes=options.minutes)
     if options.sample is not None:
         return sample(campaign, options.sample, options.seed)
-    chosen = [m for m in part_of(load(options.list), options.part) if not options.only or m.id in options.only]
-    wrong = [f"{m.id}: {problem}" for m in chosen if (problem := m.problem()) is not None]
+    mutations = [m for m in part_of(load(options.list), options.part) if not options.only or m.id in options.only]
+    wrong = [f"{m.id}: {problem}" for m in mutations if (problem := m.problem()) is not None]
     if wrong:
         parser.error("edits that cannot be applied:\n  " + "\n  ".join(wrong))
     groups: dict[str, list[Mutation]] = {}
-    for mutation in chosen:
+    for mutation in mutations:
         groups.setdefault(mutation.test, []).append(mutation)
     check = not options.tests_passed
     campaign.run([lambda folder, group=group: campaign.test_edits(group, folder, check=check)  # type: ignore[misc]
                   for group in groups.values()])  # fmt: skip
-    outcomes, waiting = campaign.outcomes, [m.id for m in chosen if m.id not in campaign.outcomes]
-    failed = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "detected"]
+    outcomes, waiting = campaign.outcomes, [m.id for m in mutations if m.id not in campaign.outcomes]
+    failures = [f"{name}: {outcome}" for name, outcome in outcomes.items() if outcome != "detected"]
     if waiting:
         print(f"\nNot run because of --minutes ({len(waiting)}): {', '.join(waiting)}")
-    if failed:
-        print("\nNot detected:\n  " + "\n  ".join(failed))
+    if failures:
+        print("\nNot detected:\n  " + "\n  ".join(failures))
     counts = Counter(outcome.partition(":")[0] for outcome in outcomes.values())
     print(f"\n{counts['detected']} detected, {counts['survived']} survived, {counts['no result']} without a result, "
           f"{len(waiting)} not run")  # fmt: skip
-    return 1 if failed else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tests.golden_files import BAGEL
+from tests.support.golden_files import BAGEL
 from tests.tiny import tiny_config
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.model import UnifiedModel

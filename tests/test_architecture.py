@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run
+from tests.support.processes import run
 from tests.tiny import tiny_config
+from tools import evaluate, generate, inspect_data, plan, resume
 from tools.train import main
 from unigen_ds.config import overrides
 from unigen_ds.config.section import Component
@@ -81,7 +82,7 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in SOURCES}
 
 
-def imported(path: Path, *, within: ast.AST | None = None) -> Iterator[tuple[str, int]]:
+def imports_of(path: Path, *, within: ast.AST | None = None) -> Iterator[tuple[str, int]]:
     """The modules of the project that a file imports; ``from unigen_ds.system import dist`` is system.dist."""
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     for node in ast.walk(within or tree(path)):
@@ -106,11 +107,11 @@ def test_imports_run_downwards() -> None:
         here = package_of(module_of(path))
         if path == FACADE:  # it imports lazily, in a function
             assert not any(
-                list(imported(path, within=one)) for one in tree(path).body if "Import" in type(one).__name__
+                list(imports_of(path, within=one)) for one in tree(path).body if "Import" in type(one).__name__
             )
             continue
         assert here in LAYERS, f"{label(path)} is in no layer: {sorted(LAYERS)}"
-        for name, line in imported(path):
+        for name, line in imports_of(path):
             there = package_of(name)
             of_the_package = there == "" and here in ("tools", "runner", "checkpoint")
             if there != here and not of_the_package and LAYERS.get(there, 99) >= LAYERS[here]:
@@ -120,19 +121,19 @@ def test_imports_run_downwards() -> None:
 
 def test_no_circles_among_modules() -> None:
     graph = {
-        name: {target for target, _ in imported(path) if target in MODULES and target != name}
+        name: {target for target, _ in imports_of(path) if target in MODULES and target != name}
         for name, path in MODULES.items()
         if path != FACADE
     }
-    done: set[str] = set()
+    checked_names: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
         assert name not in trail, "circle: " + " -> ".join([*trail[trail.index(name) :], name])
-        if name in done:
+        if name in checked_names:
             return
         for target in sorted(graph.get(name, ())):
             visit(target, (*trail, name))
-        done.add(name)
+        checked_names.add(name)
 
     for name in sorted(graph):
         visit(name, ())
@@ -145,14 +146,15 @@ SHORT, LONG = 130, 400
 
 
 def test_folders_are_small() -> None:
-    folders = Counter(path.parent for path in SOURCES if path.stem != "__init__")
+    sources = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
+    folders = Counter(path.parent for path in sources if path.stem not in ("__init__", "conftest"))
     assert {label(folder): number for folder, number in folders.items() if number > MOST_MODULES} == {}
 
 
 def test_a_short_module_of_one_other_is_part_of_it() -> None:
     importers: dict[str, set[str]] = {name: set() for name in MODULES}
     for name, path in MODULES.items():
-        for target, _ in imported(path):
+        for target, _ in imports_of(path):
             if target in MODULES and target != name:
                 importers[target].add(name)
 
@@ -172,10 +174,10 @@ def test_a_short_module_of_one_other_is_part_of_it() -> None:
 
 def test_tests_mirror_the_package() -> None:
     """``tests/<package>/test_<module>[_<aspect>].py``; what a user does from end to end is in ``tests/end_to_end``."""
-    wrong = []
+    others, wrong = ("end_to_end", "fake_cuda", "repository", "support"), []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         folder = path.relative_to(ROOT / "tests").parent
-        if folder.parts[:1] in ((), ("end_to_end",), ("fake_cuda",)):
+        if not folder.parts or folder.parts[0] in others:
             continue
         package = ROOT / "tools" if folder.parts == ("tools",) else ROOT / "unigen_ds" / folder
         names = {module.stem for module in package.glob("*.py")} | {inner.name for inner in package.glob("*/")}
@@ -204,7 +206,7 @@ def deleted_folders(source: ast.AST) -> list[int]:
 def test_folders_are_deleted_in_one_function() -> None:
     """By ``delete_inside(path, folder of the run)``."""
     lines = {label(path): deleted_folders(tree(path)) for path in SOURCES}
-    assert [name for name, found in lines.items() if found] == [DELETED_IN] and len(lines[DELETED_IN]) == 1
+    assert [name for name, numbers in lines.items() if numbers] == [DELETED_IN] and len(lines[DELETED_IN]) == 1
 
 
 def engine_names(node: ast.AST) -> set[str]:
@@ -214,15 +216,15 @@ def engine_names(node: ast.AST) -> set[str]:
 
 def branches_on_engines(source: ast.AST) -> list[int]:
     """Lines of comparisons, ``match`` cases and ``startswith`` calls with an engine's name."""
-    found = []
+    lines = []
     for node in ast.walk(source):
-        tested = (
+        condition = (
             isinstance(node, (ast.Compare, ast.MatchValue))
             or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith")
         )  # fmt: skip
-        if tested and engine_names(node):
-            found.append(node.lineno)  # type: ignore[attr-defined]
-    return found
+        if condition and engine_names(node):
+            lines.append(node.lineno)  # type: ignore[attr-defined]
+    return lines
 
 
 def test_no_branch_on_an_engines_name() -> None:
@@ -245,7 +247,7 @@ def test_every_package_has_an_init() -> None:
 PLAIN_TEXT = (
     "README.md", "docs/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py", "tests/golden/*.md",
     "tests/checkpoint/**/*.py", "tests/data/**/*.py", "tests/hooks/**/*.py", "tests/models/*.py", "tests/optim/*.py",
-    "tests/schedule/*.py",
+    "tests/schedule/*.py", "tests/support/*.py", "tests/repository/*.py",
     "unigen_ds/**/*.py", "ds_configs/*.json", "setup.py", "pyproject.toml", "Makefile", ".ci/run",
 )  # fmt: skip
 """Files in which the words must not occur."""
@@ -278,8 +280,8 @@ def banned_words(text: str) -> Iterator[str]:
     """``line: word (what to write instead)`` for each."""
     for number, line in enumerate(text.splitlines(), start=1):
         for pattern, instead in BANNED.items():
-            for found in re.finditer(pattern, line):
-                yield f"{number}: {found[0]!r} (write: {instead})"
+            for match in re.finditer(pattern, line):
+                yield f"{number}: {match[0]!r} (write: {instead})"
 
 
 def test_no_banned_word_occurs() -> None:
@@ -295,6 +297,42 @@ def test_no_banned_word_occurs() -> None:
             text = text.replace(message, "")
         problems += [f"{label(path)}:{problem}" for problem in banned_words(text)]
     assert not problems, "\n".join(problems)
+
+
+PARTICIPLES = re.compile(
+    "asked|begun|built|chosen|counted|done|drawn|ended|filled|found|given|held|kept|known|listed|made|merged|named|planned|said"
+    "|saved|seen|shown|skipped|spent|stored|written"
+)
+DOCUMENTED = {
+    "checks/dry_run": {"known"}, "core/batch.py": {"skipped"}, "data/order/order.py": {"drawn"},
+    "data/samples": {"drawn", "skipped"}, "families/auto/batch.py": {"skipped"}, "hooks/base.py": {"done"},
+    "checks/memory/traced.py": {"built", "held"}, "runner/loop/runner.py": {"done"}, "schedule/curves.py": {"given"},
+    "tests/plugin": {"skipped"}, "tests/end_to_end/own_parts": {"known"},
+}  # fmt: skip
+"""Start of a path -> names of ``docs/extending.md``, and keys of files, that are participles."""
+
+
+def test_names_say_what_a_thing_is() -> None:
+    """No variable, function or class is called by what was done to it (``found``, ``given``)."""
+    problems = []
+    for path in (path for folder in ("unigen_ds", "tools", "tests") for path in (ROOT / folder).rglob("*.py")):
+        name_of = label(path).removeprefix("unigen_ds/")
+        exceptions = set[str]().union(*(names for start, names in DOCUMENTED.items() if name_of.startswith(start)))
+        for node in ast.walk(tree(path)):
+            match node:
+                case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.FunctionDef(name=name):
+                    if PARTICIPLES.fullmatch(name.strip("_")) and name not in exceptions:
+                        problems.append(f"{label(path)}:{node.lineno} {name}")
+    assert not problems, problems
+
+
+def test_no_two_modules_have_a_function_or_class_of_one_name() -> None:
+    modules: dict[str, list[str]] = defaultdict(list)
+    for path in (path for path in SOURCES if label(path).startswith("unigen_ds/")):
+        for node in tree(path).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                modules[node.name].append(label(path))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
 
 
 _SOURCES = (".py", ".toml", ".c", ".cpp")
@@ -321,45 +359,33 @@ def test_the_size_stays(folder: str) -> None:
 
 
 def test_asynchronous_saving_is_in_few_modules() -> None:
-    names = re.compile(r"BackgroundWriter|async_save|async_busy|finish_save|hand_over")
+    names = re.compile(r"Background(Writer)?\b|async_save|async_busy|finish_save")
     modules = [label(path) for path in SOURCES if names.search(path.read_text(encoding="utf-8"))]
     assert len(modules) <= 5, modules
 
 
 def test_journeys_enter_few_modules() -> None:
-    done = run([sys.executable, "-m", "tests.journeys", "--json"], cwd=ROOT, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    entered = json.loads(done.stdout.splitlines()[-1])
-    assert {name: len(modules) for name, modules in entered.items() if len(modules) > MOST_ENTERED[name]} == {}
+    process = run([sys.executable, "-m", "tests.journeys", "--json"], cwd=ROOT, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    journeys = json.loads(process.stdout.splitlines()[-1])
+    assert {name: len(modules) for name, modules in journeys.items() if len(modules) > MOST_ENTERED[name]} == {}
     packages = ("hooks/", "data/", "families/", "backends/", "schedule/", "tracking/", "evaluation/")
-    of_components = {name: calls for name, calls in entered["load_config"].items() if name.startswith(packages)}
+    of_components = {name: calls for name, calls in journeys["load_config"].items() if name.startswith(packages)}
     assert [name for name, calls in of_components.items() if {"__init__", "__post_init__"} & {*calls}] == []
 
 
 def test_a_start_checks_and_translates_a_config_once_and_builds_no_component_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the tool, from a loaded config, from a mapping, and by the dry run."""
-    counts = Counter[str]()
-
-    def count(owner: Any, name: str, as_name: str) -> None:
-        function = getattr(owner, name)
-
-        def counting(*arguments: Any, **options: Any) -> Any:
-            counts[as_name] += 1
-            return function(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, counting)
-
+    """By the tools, from a loaded config and from a mapping. A checkpoint's config is translated already."""
     config = tiny_config(tmp_path / "run", tmp_path / "digits")
     import_module("unigen_ds.examples.digits")
+    config.val_dataloader = {"split": 0.1}
     config.custom_imports = {}  # what a module registers is known only when it is imported
     config.dump(str(tmp_path / "config.py"))
-    name = str(tmp_path / "config.py")
-    monkeypatch.setattr(Settings, "model_validate", classmethod(_counted(Settings.model_validate.__func__, counts)))
-    count(settings_tree, "translate", "translations")
-    count(overrides, "translate", "translations")
-    count(Component, "build", "components")
+    name, checkpoint = str(tmp_path / "config.py"), str(tmp_path / "run" / "iter_1.pth")
+    functions = ((Settings, "model_validate"), (settings_tree, "translate"), (overrides, "translate"))
+    counts = counted_calls(monkeypatch, *functions, (Component, "build"))
     starts: dict[str, Callable[[], object]] = {
         "settings": lambda: load_settings(name),
         "tool": lambda: main([name, "--max-updates", "1"]),
@@ -367,21 +393,21 @@ def test_a_start_checks_and_translates_a_config_once_and_builds_no_component_for
         "mapping": lambda: Runner.from_cfg({**config.to_dict(), "work_dir": str(tmp_path / "b")}, max_updates=1),
         "printed": lambda: main([name, "--print-config"]),
         "dry run": lambda: main([name, "--dry-run"]),
+        "resume": lambda: resume.main([name]),
+        "plan": lambda: plan.main([name, "--only"]),
+        "inspect": lambda: inspect_data.main([name]),
+        "evaluate": lambda: evaluate.main([checkpoint, "--max-batches", "1"]),
+        "generate": lambda: generate.main(
+            [checkpoint, "--prompt", "1", "--out", str(tmp_path / "out"), "--num-timesteps", "2"]
+        ),
     }
+    expected = {"evaluate": (1, 0), "generate": (0, 0)}  # to generate, the model's sections alone are read
     for title, start in starts.items():
         counts.clear()
         start()
-        assert (counts["validations"], counts["translations"]) == (1, 1), (title, counts)
+        assert (counts["model_validate"], counts["translate"]) == expected.get(title, (1, 1)), (title, counts)
         if title in ("settings", "printed"):
-            assert counts["components"] == 0, title
-
-
-def _counted(validate: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]:
-    def counting(cls: type, *arguments: Any, **options: Any) -> Any:
-        counts["validations"] += 1
-        return validate(cls, *arguments, **options)
-
-    return counting
+            assert counts["build"] == 0, title
 
 
 def counted_calls(monkeypatch: pytest.MonkeyPatch, *functions: tuple[object, str]) -> Counter[str]:
@@ -420,8 +446,8 @@ def test_a_resume_lists_reads_and_verifies_checkpoints_once(tmp_path, monkeypatc
 
     monkeypatch.setattr(Manifest, "read", reading)
     calls = counted_calls(monkeypatch, (store, "list_checkpoints"), (store, "verify"), (store, "file_digest"))
-    named = resume if resume is True else str(tmp_path / "run" / resume)
-    run(2, **saves, resume=named)  # nothing is left to train: no save
+    choice = resume if resume is True else str(tmp_path / "run" / resume)
+    run(2, **saves, resume=choice)  # nothing is left to train: no save
     newest = store.Manifest.read(tmp_path / "run" / "iter_2.pth")
     read["iter_2.pth"] -= 1
     assert read == {"iter_1.pth": 1, "iter_2.pth": 1}

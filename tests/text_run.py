@@ -59,7 +59,7 @@ def text_config(folder: Path, records: list[Any], **overrides: Any) -> Any:
     return load_config(folder / "config.py", {key.replace("__", "."): value for key, value in overrides.items()})
 
 
-def trained(config: Any) -> tuple[Runner, KeepBatches]:
+def run_config(config: Any) -> tuple[Runner, KeepBatches]:
     runner = Runner.from_cfg(config)
     runner.train()
     return runner, next(hook for hook in runner.hooks if isinstance(hook, KeepBatches))
@@ -97,9 +97,9 @@ def counting_recipe(folder: Path, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def word_config(folder: Path, **dotted: Any) -> Any:
-    """Of ``folder / 'train.jsonl'``, into ``folder / 'run'``; ``dotted``: as of ``text_config``."""
-    return load_config(write_text_config(folder), {key.replace("__", "."): value for key, value in dotted.items()})
+def word_config(folder: Path, **options: Any) -> Any:
+    """Of ``folder / 'train.jsonl'``, into ``folder / 'run'``; ``options``: as of ``text_config``."""
+    return load_config(write_text_config(folder), {key.replace("__", "."): value for key, value in options.items()})
 
 
 def write_text_config(folder: Path) -> Path:

@@ -28,6 +28,6 @@ TINY: dict[str, Any] = {
 
 def tiny_config(work_dir: Path, data_root: Path, **overrides: Any) -> Any:
     """The shipped digits config in a tiny size; ``overrides`` are dotted paths with ``__`` instead of dots."""
-    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    values = {key.replace("__", "."): value for key, value in overrides.items()}
     paths = {"work_dir": str(work_dir), "train_dataloader.dataset.root": str(data_root)}
-    return load_config("unified_digits", {**TINY, **paths, **dotted})
+    return load_config("unified_digits", {**TINY, **paths, **values})

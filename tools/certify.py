@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
                "--cfg-options", *arguments.cfg_options, *options]  # fmt: skip
     environment = {**os.environ, "WANDB_MODE": "disabled"}
     launch = Launch(command, world_size, checkpoints=folders[-1] if folders[1:] else None, environment=environment)
-    drawn, say = random.Random(arguments.seed), partial(print, flush=True)
-    trial = Trial(launch, folders[0], arguments.save_every, drawn, keep=arguments.keep, say=say)
+    rng, say = random.Random(arguments.seed), partial(print, flush=True)
+    trial = Trial(launch, folders[0], arguments.save_every, rng, keep=arguments.keep, say=say)
     print(f"{arguments.config} under {settings.backend.name} on {world_size} process(es), in {folders[0]}", flush=True)
     try:
         trial.train_undisturbed()
@@ -95,7 +95,7 @@ def lines(result: dict[str, Any], left_out: list[str]) -> list[str]:
 
     moments = ", ".join(f"{number} {name}" for name, number in sorted(result["moments"].items()))
     save, update, every = (result[key] for key in ("seconds_of_save", "seconds_of_update", "updates_between_saves"))
-    resume, lost, lost_s = (result[key] for key in ("resume_seconds", "lost_updates", "lost_seconds"))
+    resume, updates, lost_s = (result[key] for key in ("resume_seconds", "lost_updates", "lost_seconds"))
     rows = {
         "result": "bit-equal" if result["bit_equal"] else f"NOT bit-equal: {len(result['differences'])} differences",
         "kills": f"{result['kills']} ({moments}) in {result['runs']} run(s) of {result['updates']} updates",
@@ -106,9 +106,9 @@ def lines(result: dict[str, Any], left_out: list[str]) -> list[str]:
         else f"{resume['median']:.3g} s from the start of the processes to the first new"
         f" update (median; at most {resume['max']:.3g}; the first start: {result['first_start_seconds']:.3g})",
         "lost work": "none"
-        if not lost
-        else f"{lost['mean']:.2g} updates, {lost_s['mean']:.2g} s a kill (mean; at most"
-        f" {lost['max']:.0f} updates, {lost_s['max']:.2g} s)",
+        if not updates
+        else f"{updates['mean']:.2g} updates, {lost_s['mean']:.2g} s a kill (mean; at most"
+        f" {updates['max']:.0f} updates, {lost_s['max']:.2g} s)",
     }
     text = [f"{name:<10} {value}" for name, value in rows.items()]
     text += [f"  {problem}" for problem in result["differences"][:20]]

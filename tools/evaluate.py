@@ -87,7 +87,7 @@ def compare(a: Path, b: Path) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """On validation data; 1 if a metric has no value."""
+    """Evaluate on validation data; return 1 if a metric has no value."""
     from unigen_ds.evaluation.provenance import write_results
     from unigen_ds.runner.open import evaluated as library
     from unigen_ds.runner.open.trained import source_of
@@ -98,20 +98,20 @@ def evaluate(arguments: argparse.Namespace) -> int:
     options["metrics"] = [metric(text) for text in arguments.metrics]
     options["generation"] = generation(arguments.generation)
     evaluation = library.evaluate(arguments.model, **options, **source_of(arguments))
-    status = 1 if evaluation.failed else 0
+    status = 1 if evaluation.failures else 0
     if not dist.is_main():
         return status
     for result in evaluation.results:
         show(result.values)
     if arguments.out is not None:
         write_results(arguments.out, evaluation.results)
-    for name, why in evaluation.failed.items():
+    for name, why in evaluation.failures.items():
         print(f"error: the metric {name} has no value: {why}", file=sys.stderr)
     return status
 
 
 def benchmark(arguments: argparse.Namespace) -> int:
-    """On tasks of lmms-eval."""
+    """Evaluate on tasks of lmms-eval."""
     import torch
 
     from unigen_ds.evaluation.jobs.lmms_eval import TASKS, run_tasks

@@ -74,23 +74,23 @@ def parser() -> argparse.ArgumentParser:
 
 def add_flow(p: argparse.ArgumentParser) -> None:
     """Settings of drawing: any of the model's family; those of ``FlowSettings`` also under BAGEL's names."""
-    flow, given = BAGEL_FLOW, argparse.SUPPRESS
+    flow, absent = BAGEL_FLOW, argparse.SUPPRESS
     p.add_argument("--flow", nargs="+", default=[], metavar="K=V",
                    help="settings of drawing, of the model's family; of a UnifiedModel also:")  # fmt: skip
-    p.add_argument("--num-timesteps", type=int, dest="flow.num_timesteps", default=given, metavar="N",
+    p.add_argument("--num-timesteps", type=int, dest="flow.num_timesteps", default=absent, metavar="N",
                    help=f"number of time steps from noise to image; default: {flow.num_timesteps}")  # fmt: skip
-    p.add_argument("--timestep-shift", type=float, dest="flow.timestep_shift", default=given, metavar="S",
+    p.add_argument("--timestep-shift", type=float, dest="flow.timestep_shift", default=absent, metavar="S",
                    help="above 1: more steps near the noise; default: that of the training, or for a published\n"
                    f"directory that of the public model (BAGEL: {flow.timestep_shift})")  # fmt: skip
-    p.add_argument("--cfg-text-scale", type=float, dest="flow.text_scale", default=given, metavar="S",
+    p.add_argument("--cfg-text-scale", type=float, dest="flow.text_scale", default=absent, metavar="S",
                    help=f"guidance scale of the text; 1: no guidance; default: {flow.text_scale}")  # fmt: skip
-    p.add_argument("--cfg-img-scale", type=float, dest="flow.image_scale", default=given, metavar="S",
+    p.add_argument("--cfg-img-scale", type=float, dest="flow.image_scale", default=absent, metavar="S",
                    help=f"guidance scale of the given images; 1: no guidance; default: {flow.image_scale}")  # fmt: skip
-    p.add_argument("--cfg-interval", type=float, nargs=2, dest="flow.interval", default=given, metavar=("LOW", "HIGH"),
+    p.add_argument("--cfg-interval", type=float, nargs=2, dest="flow.interval", default=absent, metavar=("LOW", "HIGH"),
                    help=f"time steps with guidance; default: {flow.interval[0]} {flow.interval[1]}")  # fmt: skip
-    p.add_argument("--cfg-renorm-type", choices=RENORMS, dest="flow.renorm", default=given,
+    p.add_argument("--cfg-renorm-type", choices=RENORMS, dest="flow.renorm", default=absent,
                    help=f"how the norm of a guided velocity is limited; default: {flow.renorm}")  # fmt: skip
-    p.add_argument("--cfg-renorm-min", type=float, dest="flow.renorm_min", default=given, metavar="S",
+    p.add_argument("--cfg-renorm-min", type=float, dest="flow.renorm_min", default=absent, metavar="S",
                    help=f"smallest factor of that limit; default: {flow.renorm_min}")  # fmt: skip
 
 
@@ -114,20 +114,20 @@ def requests(arguments: argparse.Namespace) -> Iterable[Prompt]:
     """
     images = tuple(arguments.image)
     if arguments.prompt is not None:
-        asked = [Prompt(prompt, images) for prompt in arguments.prompt]
+        result = [Prompt(prompt, images) for prompt in arguments.prompt]
     elif arguments.prompts is not None:
         prompts = [prompt for path in arguments.prompts for prompt in read_prompts(path, where="--prompts")]
-        asked = [replace(prompt, images=(*images, *prompt.images)) for prompt in prompts]
+        result = [replace(prompt, images=(*images, *prompt.images)) for prompt in prompts]
     else:
-        return _typed(arguments, images)
-    missing = list(dict.fromkeys(path for one in asked for path in map(str, one.paths) if not Path(path).is_file()))
+        return _read_prompts(arguments, images)
+    missing = list(dict.fromkeys(path for one in result for path in map(str, one.paths) if not Path(path).is_file()))
     if missing:
         more = f", and {len(missing) - 1:,} more that do not exist" if len(missing) > 1 else ""
         raise ConfigError(f"there is no image {missing[0]}{more}", remedy="the path of a file that exists")
-    return asked
+    return result
 
 
-def _typed(arguments: argparse.Namespace, images: tuple[str, ...]) -> Iterator[Prompt]:
+def _read_prompts(arguments: argparse.Namespace, images: tuple[str, ...]) -> Iterator[Prompt]:
     """Lines of the standard input without empty ones; ``--understand`` needs none, and asks no terminal."""
     terminal, number = sys.stdin is not None and sys.stdin.isatty(), 0
     while sys.stdin is not None and not (terminal and arguments.understand):
@@ -157,13 +157,13 @@ class Output:
             raise ConfigError(f"--out {folder} cannot be used: {error}") from error
         self.next = max([len(lines), *(int(name) + 1 for name in names if name.isdigit())])
 
-    def add(self, request: Prompt, made: Generated, *, seed: int) -> dict[str, Any]:
+    def add(self, request: Prompt, result: Generated, *, seed: int) -> dict[str, Any]:
         """Write the images, then their line."""
         row: dict[str, Any] = {"prompt": request.prompt, "images": list(request.images), "seed": seed}
         row |= {"given": list(request.parts)} if request.parts else {}
-        row |= {"text": made.text, "file": None}
-        names = [f"{self.next:05d}{f'-{k}' if k else ''}.png" for k in range(len(made.images))]
-        for name, image in zip(names, made.images, strict=True):
+        row |= {"text": result.text, "file": None}
+        names = [f"{self.next:05d}{f'-{k}' if k else ''}.png" for k in range(len(result.images))]
+        for name, image in zip(names, result.images, strict=True):
             write_atomic(self.folder / name, lambda path, image=image: image.save(path, format="PNG"))  # type: ignore[misc]
         if names:
             row["file"] = names[0]
@@ -188,7 +188,7 @@ def generate(arguments: argparse.Namespace) -> None:
     flow = {key.removeprefix("flow."): value for key, value in vars(arguments).items() if key.startswith("flow.")}
     FlowSettings(**flow)  # refused before the model is read
     flow |= dict(map(parse_override, arguments.flow))
-    asked, output = requests(arguments), Output(arguments.out)
+    prompts, output = requests(arguments), Output(arguments.out)
     dtype = arguments.dtype or ("fp32" if device == "cpu" else "bf16")
     source = source_of(arguments)
     inferencer = open_inferencer(arguments.model, raw=arguments.raw, **source, device=device, dtype=DTYPES[dtype])
@@ -201,7 +201,7 @@ def generate(arguments: argparse.Namespace) -> None:
         drawing = family_of(type(inferencer.model)).drawing_settings(inferencer.model, flow)
         if drawing is not None:
             log.logger().info("drawn with %s", ", ".join(f"{key} {value}" for key, value in vars(drawing).items()))
-    for number, request in enumerate(each for each in asked for _ in range(arguments.samples)):
+    for number, request in enumerate(each for each in prompts for _ in range(arguments.samples)):
         seed = arguments.seed + number
         tokenizer: Any = getattr(inferencer.processor, "tokenizer", None)
         unknown = getattr(tokenizer, "unk_id", None)
@@ -209,7 +209,7 @@ def generate(arguments: argparse.Namespace) -> None:
         if number_unknown := ids.count(unknown):
             text = "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)"
             log.logger().warning(text, number_unknown, len(ids))
-        made = inferencer.unified_generate(
+        result = inferencer.unified_generate(
             request.prompt,
             understand=arguments.understand,
             think=arguments.think,
@@ -218,15 +218,15 @@ def generate(arguments: argparse.Namespace) -> None:
             max_length=arguments.max_length,
             temperature=arguments.temperature,
             seed=seed,
-            **request.shown,
+            **request.arguments,
             **({"top_p": arguments.top_p} if arguments.top_p < 1.0 else {}),
         )
         with writes(arguments.out):
-            row = output.add(request, made, seed=seed)
+            row = output.add(request, result, seed=seed)
         if arguments.grid:
             images = [inferencer.processor.read_image(path) for path in request.paths]
-            text = "\n".join(line for line in (request.text, made.text and f"> {made.text}") if line)
-            sheet.append(Cell([*images, *made.images], text))
+            text = "\n".join(line for line in (request.text, result.text and f"> {result.text}") if line)
+            sheet.append(Cell([*images, *result.images], text))
         path = row["file"] and str(arguments.out / row["file"])
         print("  ".join(part for part in (path, row["text"]) if part), flush=True)
     if arguments.grid:

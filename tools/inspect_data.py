@@ -16,8 +16,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     _check(arguments)
     from unigen_ds.data.batches.statistics import derive, describe_data  # after parsing: --help does not wait for torch
     from unigen_ds.runner.open.replayed import build_inspected
+    from unigen_ds.runner.start.stages import data_errors
     from unigen_ds.system.log import pending_notices
 
     config = data_sections(arguments.config, arguments.cfg_options)
@@ -85,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         digest = sample_digest(id for row in rows for id in row)
         report = {"sequences": [*arguments.sequences], "samples": rows, "digest": digest}
     else:
-        report = {**describe_data(stream), "skipped_sources": [asdict(one) for one in data.skipped]}
-        report["refused"] = refused(data, settings.train_dataloader.max_skipped_fraction)
+        report = {**describe_data(stream), "skipped_sources": [asdict(one) for one in data.skipped_sources]}
+        report["refused"] = [str(error) for error in data_errors(settings, data.parts)]
     print(json.dumps(report) if arguments.json else "\n".join(lines_of(report)))
     return 0 if report.get("agrees", True) and not report.get("refused") else 1
 
@@ -122,16 +121,15 @@ def newest_manifest(work_dir: Path) -> Manifest | None:
 
 def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
     """The sections of a config that decide its data. Others are not checked; an unknown name is a note."""
-    from unigen_ds.runner.open.replayed import SECTIONS
     from unigen_ds.runner.settings.custom_imports import import_custom
-    from unigen_ds.runner.settings.tree import read_config
+    from unigen_ds.runner.settings.tree import DATA_SECTIONS, read_config
     from unigen_ds.system.log import notice
 
     read = read_config(name, options)
     for problem in read.problems:
         notice(str(problem))
     config = read.values
-    sections = {key: config[key] for key in SECTIONS if key in config}
+    sections = {key: config[key] for key in DATA_SECTIONS if key in config}
     try:
         import_custom(sections)
     except ConfigError as error:
@@ -141,18 +139,15 @@ def data_sections(name: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def write_html(settings: Settings, data: Data, out: Path, sequences: tuple[int, int], config: str) -> dict[str, Any]:
-    """The page, with the sequences ``shown`` as the loader of the run makes them: each in a micro-batch of its own."""
-    from unigen_ds.core.progress import Geometry
+    """The page with these sequences as the loader of the run makes them: each in a micro-batch of its own."""
     from unigen_ds.report.data_page import write_data_page
-    from unigen_ds.runner.start.build import build_loader
+    from unigen_ds.runner.start.build import read_sequences
 
-    stream, (first, stop), dataloader = data.stream, sequences, settings.train_dataloader
-    loader = build_loader(dataloader, data, geometry=Geometry(1), dp_rank=0, cursor=stream.seek(first), workers=False)
-    batches = [micro for (micro,) in islice(loader, stop - first)]
-    loader.close()
-    title, skipped = Path(config).stem, len(data.skipped)
-    write_data_page(out, title=title, stream=stream, processor=data.processor, batches=batches, skipped_sources=skipped)
-    return {"html": str(out), "sequences": [first, stop]}
+    batches, title, skips = read_sequences(settings, data, *sequences), Path(config).stem, len(data.skipped_sources)
+    write_data_page(
+        out, title=title, stream=data.stream, processor=data.processor, batches=batches, skipped_sources=skips
+    )
+    return {"html": str(out), "sequences": [*sequences]}
 
 
 def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | None) -> dict[str, Any]:
@@ -166,9 +161,9 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:
         raise DataError(f"{path} holds no update that counts", remedy="name the ledger.jsonl of a run that trained")
-    replaced = [line for line in lines if line["sequences"][0] < (stream.phases[0].first_sequence or 0)]
-    lines = lines[len(replaced) :] or lines
-    report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "replaced": len(replaced), "samples": 0}
+    old_lines = [line for line in lines if line["sequences"][0] < (stream.phases[0].first_sequence or 0)]
+    lines = lines[len(old_lines) :] or lines
+    report: dict[str, Any] = {"ledger": str(path), "updates": len(lines), "replaced": len(old_lines), "samples": 0}
     report["sequences"] = [lines[0]["sequences"][0], lines[-1]["sequences"][1]]
     left_out = merged_skips(Skip(*one) for line in lines for one in line.get("left_out", ()))
     report["left_out"] = [*map(list, left_out)]
@@ -177,8 +172,8 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     start = lines[0]["sequences"][0]
     rows = stream.rows(stream.seek(start))
     before: Mapping[str, Any] = {"update": lines[0]["update"] - 1, "sequences": [start, start]}
-    if replaced:
-        before = replaced[-1]
+    if old_lines:
+        before = old_lines[-1]
     for line in lines:
         problem, samples = _check_line(line, before, rows, stream.names)
         if problem:
@@ -211,23 +206,6 @@ def _check_line(
         present = f"the config results in {sample_digest(ids)} ({first_ids}, ...)"
         return f"the ledger has digest {line['digest']}, {present}", len(ids)
     return None, len(ids)
-
-
-def refused(data: Data, limit: float) -> list[str]:
-    """Why a start would not use the data; empty: it would. ``limit``: of the share of records that may be left out."""
-    from unigen_ds.data.batches.statistics import check_unusable
-    from unigen_ds.data.datasets.dataset import check_readable
-    from unigen_ds.data.datasets.overflow import check_overflow
-
-    reasons = []
-    for part in data.parts:
-        unusable = partial(check_unusable, part.fitted, limit=limit)
-        for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted), unusable):
-            try:
-                check(part.names)
-            except DataError as error:
-                reasons.append(str(error))
-    return reasons
 
 
 def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
@@ -263,7 +241,7 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, source in report["sources"].items():
         records = source["records"]
         weight = "" if source["weight"] is None else f", weight {source['weight']:g}"
-        of, about = _measured(source)
+        of, about = _measured_part(source)
         yield f"{name}: {records:,} records{of}, {about}{source['draws_per_epoch']:,} used per epoch{weight}"
         if of:
             yield f"  streamed from {source['streamed']['shards']:,} shards: every number below is{of}"
@@ -285,11 +263,11 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
         for one in source["noticed"]:
             yield f"  {one['text']}"
             yield f"    the first: {', '.join(one['first'])}"
-    for skipped in report["skipped_sources"]:
-        yield f"{skipped['name']} is skipped (on_error='skip'): {skipped['why']}"
+    for skip in report["skipped_sources"]:
+        yield f"{skip['name']} is skipped (on_error='skip'): {skip['why']}"
     yield from (group_line(name, group) for name, group in report.get("groups", {}).items())
     lengths = report["lengths"]
-    part = any(_measured(source)[0] for source in report["sources"].values())
+    part = any(_measured_part(source)[0] for source in report["sources"].values())
     of = " (of streamed sources: of the shards named above)" * part
     yield f"tokens per record{of}: " + "  ".join(f"{key} {value:,.4g}" for key, value in lengths.items())
     yield f"sequences: {report['sequences_per_epoch']:,} per epoch of at most {report['seq_length']:,} tokens"
@@ -299,13 +277,13 @@ def _statistics_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"A start is refused: {why}" for why in report["refused"])
 
 
-def _measured(source: Mapping[str, Any]) -> tuple[str, str]:
+def _measured_part(source: Mapping[str, Any]) -> tuple[str, str]:
     """The part of a streamed source that its numbers are of, and how exact those of an epoch are; else nothing."""
-    streamed = source.get("streamed")
-    if streamed is None or streamed["exact"]:
+    stream = source.get("streamed")
+    if stream is None or stream["exact"]:
         return "", ""
-    names = streamed["measured"]["shards"]
-    return f" of shard {', '.join(names)} ({len(names):,} of {streamed['shards']:,})", "about "
+    names = stream["measured"]["shards"]
+    return f" of shard {', '.join(names)} ({len(names):,} of {stream['shards']:,})", "about "
 
 
 def _row(name: str, value: int, whole: int) -> str:

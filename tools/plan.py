@@ -67,8 +67,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     names = ("device_reserve", "fragmentation", "host_reserve", "device_memory", "host_memory")
     values = report_values(report, Reserve(*(getattr(arguments, name) for name in names)))
     print(json.dumps(values, indent=1) if arguments.json else "\n".join(report_lines(values)))
-    chosen = values["engines"][0]
-    return 0 if chosen["problem"] is None and chosen["fits"] is not False else 1
+    engine = values["engines"][0]
+    return 0 if engine["problem"] is None and engine["fits"] is not False else 1
 
 
 if __name__ == "__main__":

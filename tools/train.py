@@ -24,7 +24,7 @@ from unigen_ds.core.choices import AUTO, LAUNCHERS
 from unigen_ds.core.errors import ConfigError, UnigenError
 from unigen_ds.system import machine
 from unigen_ds.system.log import quiet_libraries
-from unigen_ds.system.pipes import STOPPED_BY_SIGNAL, add_config, end_start, ends_quietly, positive, tool_parser
+from unigen_ds.system.pipes import SIGNAL_STATUS, add_config, end_start, ends_quietly, positive, tool_parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 DRY = ("world_size", "per_node", "num_batches", "skip")
-"""Options that belong to ``--dry-run``: fields of ``checks.dry_run.known.Asked``."""
+"""Options that belong to ``--dry-run``: fields of ``checks.dry_run.known.Options``."""
 
 
 @ends_quietly
@@ -68,18 +68,18 @@ def main(argv: list[str] | None = None) -> int:
     quiet_libraries(rank)
     if argv is None:  # as a command
         signal.signal(signal.SIGUSR1, end_start)
-    given = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
-    if given and not arguments.dry_run:
-        p.error(f"--{given[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")
+    options = [name for name in DRY if getattr(arguments, name) is not None] + ["json"] * arguments.json
+    if options and not arguments.dry_run:
+        p.error(f"--{options[0].removeprefix('num_').replace('_', '-')} belongs to --dry-run")
     try:
         machine.check_packages()
     except ConfigError as error:
         reported = False
         if not arguments.dry_run and machine.env_number("WORLD_SIZE", 1) > 1:
             with contextlib.suppress(ImportError):  # other ranks may have these packages
-                from unigen_ds.system import announced
+                from unigen_ds.system import rank_errors
 
-                reported = announced.is_reported(announced.explain(error, first=True))
+                reported = rank_errors.is_reported(rank_errors.explain(error, first=True))
         if not reported:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_status
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.checks.resume import advice, is_out_of_memory
     from unigen_ds.runner import train_config
     from unigen_ds.runner.settings.tree import Settings, config_lines, read_config
-    from unigen_ds.system import announced, dist  # after parsing: --help does not wait for torch
+    from unigen_ds.system import dist, rank_errors  # after parsing: --help does not wait for torch
 
     failed = True
     try:
@@ -99,20 +99,20 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.print_config:
             print("\n".join(config_lines(settings, config)))
             return 0
-        stopped = train_config(settings, max_updates=arguments.max_updates)
+        reason = train_config(settings, max_updates=arguments.max_updates)
         failed = False
     except Exception as error:
         if is_out_of_memory(error):
             print(advice(settings, sys.argv[1:] if argv is None else argv), file=sys.stderr)
-        cause = announced.explain(error, first=True)
-        announced.for_torchrun(cause)
+        cause = rank_errors.explain(error, first=True)
+        rank_errors.for_torchrun(cause)
         if not isinstance(cause, UnigenError):
             raise
-        if not announced.is_reported(cause):
-            announced.say(cause)
+        if not rank_errors.is_reported(cause):
+            rank_errors.say(cause)
         status = cause.exit_status
     else:
-        status = STOPPED_BY_SIGNAL if stopped in ("signal", "time limit") else 0
+        status = SIGNAL_STATUS if reason in ("signal", "time limit") else 0
     finally:
         dist.shutdown(after_error=failed)
     if argv is None:  # as a command
@@ -125,14 +125,14 @@ def print_dry_run(arguments: argparse.Namespace, *, rank: int) -> int:
     if rank != 0:
         return 0
     from unigen_ds.checks.dry_run.dry_run import dry_run, lines
-    from unigen_ds.checks.dry_run.known import Asked
+    from unigen_ds.checks.dry_run.known import Options
     from unigen_ds.system import log
 
     log.setup(rank=0, level="WARNING")
-    options = {name: given for name in DRY if (given := getattr(arguments, name)) is not None}
+    options = {name: value for name in DRY if (value := getattr(arguments, name)) is not None}
     auto = arguments.resume == AUTO
     try:
-        results = dry_run(Asked(arguments.config, changes_of(arguments), auto, **options))
+        results = dry_run(Options(arguments.config, changes_of(arguments), auto, **options))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 @ends_quietly
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
-    started = time.perf_counter()
+    begin = time.perf_counter()
     from unigen_ds.checkpoint.convert import DTYPES, merge  # after parsing: --help does not wait for torch
 
     try:
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             from unigen_ds.runner.settings.tree import load_config
 
             import_custom(load_config(arguments.config))
-        merged = merge(
+        result = merge(
             arguments.checkpoint,
             arguments.out,
             tag=arguments.tag,
@@ -75,10 +75,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     print(
-        f"{merged.num_tensors} tensors, {merged.numel:,} elements, {merged.nbytes / 2**20:,.1f} MiB"
-        f" in {time.perf_counter() - started:.1f} s"
+        f"{result.num_tensors} tensors, {result.numel:,} elements, {result.nbytes / 2**20:,.1f} MiB"
+        f" in {time.perf_counter() - begin:.1f} s"
     )
-    for file in merged.files:
+    for file in result.files:
         print(arguments.out / file)
     return 0
 

@@ -8,7 +8,7 @@ imported at its first use, so ``import unigen_ds`` alone loads nothing.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "1.0.0.dev0"
 
 PUBLIC = {
     "runner": "Runner",

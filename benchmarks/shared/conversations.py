@@ -52,9 +52,9 @@ def write_conversations(
         Image.fromarray(picture).save(folder / f"{number}.png")
 
     def turns(images: int, num_words_of: tuple[int, int]) -> list[tuple[str, str, str]]:
-        asked, answered = (" ".join(f"w{draw.randrange(num_words)}" for _ in range(n)) for n in num_words_of)
-        shown = [("user", "image", f"{draw.randrange(PICTURES)}.png") for _ in range(images)]
-        return [*shown, ("user", "text", asked), ("assistant", "text", answered)]
+        question, answer = (" ".join(f"w{draw.randrange(num_words)}" for _ in range(n)) for n in num_words_of)
+        pictures = [("user", "image", f"{draw.randrange(PICTURES)}.png") for _ in range(images)]
+        return [*pictures, ("user", "text", question), ("assistant", "text", answer)]
 
     def record(tokens: int, images: int) -> dict[str, list[dict[str, str]]]:
         shortest = [Turn(r, k, str(folder / v) if k == "image" else v) for r, k, v in turns(images, (1, 1))]  # type: ignore[arg-type]

@@ -88,23 +88,23 @@ class Recording:
         """file -> its writes and truncations."""
         self.flushes: defaultdict[int, list[int]] = defaultdict(list)
         """file -> numbers of its fsyncs."""
-        self.forced = [0]
+        self.in_journal = [0]
         """For each ``t``: how many changes are in the journal at least."""
-        touched: dict[int, int] = {}
+        first_changes: dict[int, int] = {}
         dirty: set[int] = set()
         for change in self.changes:
-            forced = self.forced[-1]
+            number = self.in_journal[-1]
             if change.kind == "fsync":
                 (self.folders if change.node in self._folders else self.flushes)[change.node].append(change.number)
-                forced = max(forced, change.number if change.node in dirty else touched.pop(change.node, 0))
+                number = max(number, change.number if change.node in dirty else first_changes.pop(change.node, 0))
                 dirty.discard(change.node)
             elif change.kind in ("write", "truncate"):
                 self.of_file[change.node].append(change)
                 dirty.add(change.node)
             else:
                 for node in {change.node, change.folder, change.to} - {-1}:
-                    touched[node] = change.number + 1
-            self.forced.append(forced)
+                    first_changes[node] = change.number + 1
+            self.in_journal.append(number)
 
     def _new(self, inode: int) -> int:
         node, self._count = self._count, self._count + 1
@@ -163,7 +163,7 @@ class Recording:
         return self._tree(names, lambda node: self._whole_file(node, t))
 
     def _whole_file(self, node: int, t: int) -> bytes:
-        return bytes(_applied(bytearray(self.content.get(node, b"")), self._until(node, t)))
+        return bytes(_apply(bytearray(self.content.get(node, b"")), self._until(node, t)))
 
     def _until(self, node: int, t: int) -> list[Change]:
         changes = self.of_file.get(node, [])
@@ -203,7 +203,7 @@ class Recording:
         strict = draw.random() < 0.5
         if strict:
             cuts: dict[int, int] = {}
-            stopped = set[int]()
+            cut_folders = set[int]()
             share = draw.random()
 
             def is_there(change: Change) -> bool:
@@ -213,38 +213,38 @@ class Recording:
                     cuts[folder] = t if draw.random() < share else draw.choice((least, draw.randint(least, t)))
                 if any(change.number < self._last(self.folders.get(folder, []), t) for folder in folders):
                     return True
-                if folders & stopped or any(change.number >= cuts[folder] for folder in folders):
-                    stopped.update(folders)
+                if folders & cut_folders or any(change.number >= cuts[folder] for folder in folders):
+                    cut_folders.update(folders)
                     return False
                 return True
 
             names, how = self._names(t, is_there), f"strict, {share:.2f} of the folders whole"
         else:
-            least = self.forced[t]
+            least = self.in_journal[t]
             cut = draw.choice((least, t, draw.randint(least, t)))
             names = self._names(t, lambda change: change.number < cut)
             how = f"ordered, names up to {cut} of {least}-{t}"
         style = draw.choice(("nothing", "all", "prefix", 4096, 512, "zeros", "mixed"))
 
         def content(node: int) -> bytes:
-            flushed = self._last(self.flushes.get(node, []), t)
+            last_flush = self._last(self.flushes.get(node, []), t)
             changes = self._until(node, t)
-            known = bisect_left(changes, flushed, key=lambda change: change.number)
-            base = _applied(bytearray(self.content.get(node, b"")), changes[:known])
-            loose = changes[known:]
+            num_safe = bisect_left(changes, last_flush, key=lambda change: change.number)
+            base = _apply(bytearray(self.content.get(node, b"")), changes[:num_safe])
+            loose = changes[num_safe:]
             if not loose:
                 return bytes(base)
-            last = draw.randint(flushed, t) if strict else cut
+            last = draw.randint(last_flush, t) if strict else cut
             writes: list[Change] = []
             for change in loose:
                 if change.kind == "write":
                     writes.append(change)
                 elif change.number < last:
-                    base, writes = _applied(base, [*writes, change]), []
+                    base, writes = _apply(base, [*writes, change]), []
                 else:
                     break
             one = style if style != "mixed" else draw.choice(("nothing", "all", "prefix", 4096, 512, "zeros"))
-            return bytes(_torn(base, writes, one, draw))
+            return bytes(_tear(base, writes, one, draw))
 
         return self._tree(names, content), f"{how}; data: {style}"
 
@@ -254,7 +254,7 @@ class Recording:
         return numbers[at - 1] if at else 0
 
 
-def _applied(content: bytearray, changes: list[Change]) -> bytearray:
+def _apply(content: bytearray, changes: list[Change]) -> bytearray:
     content = bytearray(content)
     for change in changes:
         end = change.offset + len(change.data)  # a truncation has no data
@@ -267,9 +267,9 @@ def _applied(content: bytearray, changes: list[Change]) -> bytearray:
     return content
 
 
-def _torn(base: bytearray, writes: list[Change], style: str | int, draw: random.Random) -> bytearray:
+def _tear(base: bytearray, writes: list[Change], style: str | int, draw: random.Random) -> bytearray:
     """``base`` with a part of ``writes``."""
-    whole = _applied(base, writes)
+    whole = _apply(base, writes)
     if style == "nothing" or not writes:
         return base
     if style == "all":
@@ -278,7 +278,7 @@ def _torn(base: bytearray, writes: list[Change], style: str | int, draw: random.
         number = draw.randrange(len(writes))
         part = writes[number]
         short = Change(part.number, "write", "", offset=part.offset, data=part.data[: draw.randint(0, len(part.data))])
-        return _applied(base, [*writes[:number], short])
+        return _apply(base, [*writes[:number], short])
     longer = bytearray(base)
     longer.extend(bytes(max(0, len(whole) - len(base))))
     size = len(whole)

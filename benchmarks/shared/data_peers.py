@@ -41,8 +41,8 @@ Sides = dict[str, Callable[[], Any]]
 @cache
 def running_text() -> list[str]:
     """The words of real text: Python's own documentation, and the descriptions of the packages that are installed."""
-    described = (distribution.metadata.get_payload() for distribution in distributions())
-    texts = [*topics.values(), *sorted({text for text in described if isinstance(text, str)})]
+    descriptions = (distribution.metadata.get_payload() for distribution in distributions())
+    texts = [*topics.values(), *sorted({text for text in descriptions if isinstance(text, str)})]
     # without spelled special tokens, which ours encodes as text and the peers as tokens
     return [word for text in texts for word in text.split() if "<" not in word]
 
@@ -50,12 +50,12 @@ def running_text() -> list[str]:
 def passages(number: int, least: int, most: int, *, seed: int) -> list[str]:
     """Pieces of the running text, of ``least`` to ``most`` words."""
     words, draw = running_text(), random.Random(seed)
-    found = []
+    texts = []
     for _ in range(number):
         length = draw.randint(least, most)
         start = draw.randrange(len(words) - length)
-        found.append(" ".join(words[start : start + length]))
-    return found
+        texts.append(" ".join(words[start : start + length]))
+    return texts
 
 
 @cache
@@ -69,8 +69,8 @@ def photograph(draw: random.Random) -> Image.Image:
     """A square part of one of the two photographs that scikit-learn has (640 x 427), of at least half their height."""
     whole = draw.choice(_photographs())
     side = draw.randint(whole.height // 2, whole.height)
-    left, top = draw.randint(0, whole.width - side), draw.randint(0, whole.height - side)
-    return whole.crop((left, top, left + side, top + side))
+    x, top = draw.randint(0, whole.width - side), draw.randint(0, whole.height - side)
+    return whole.crop((x, top, x + side, top + side))
 
 
 def image_processor(folder: Path) -> UnifiedProcessor:
@@ -105,8 +105,8 @@ def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
             return [json.loads(line)["text"] for line in lines]
 
     def batches() -> int:
-        found = read()
-        return sum(len(ids) for i in range(0, number, 1000) for ids in plain(found[i : i + 1000])["input_ids"])
+        texts = read()
+        return sum(len(ids) for i in range(0, number, 1000) for ids in plain(texts[i : i + 1000])["input_ids"])
 
     def alone() -> int:
         chunks = [texts[i : i + 256] for i in range(0, number, 256)]
@@ -117,25 +117,25 @@ def text_sides(folder: Path, number: int, *, short: bool) -> Sides:
             return sum(len(one.ids) for one in encode(chunk, add_special_tokens=False))
 
         with ThreadPoolExecutor(num_cores()) as threads:
-            found = sum(threads.map(tokens, chunks))
+            total = sum(threads.map(tokens, chunks))
         del os.environ["TOKENIZERS_PARALLELISM"]
-        return found
+        return total
 
     return {
-        "ours": lambda: planned(path, processor, Layout(folder), "tokens") - 2 * number,
+        "ours": lambda: count_planned(path, processor, Layout(folder), "tokens") - 2 * number,
         "batches of 1,000": batches,
         "the tokenizer alone": alone,
-        **_mapped(path, folder, plain),
+        **_map_sides(path, folder, plain),
     }
 
 
-def planned(path: Path, processor: UnifiedProcessor, layout: Layout, column: str) -> int:
+def count_planned(path: Path, processor: UnifiedProcessor, layout: Layout, column: str) -> int:
     """The sum of a column of the index."""
     plan = Plan(JsonSource(path), processor, layout)
     return int(load_or_fill(None, "", lambda new: plan_all(plan, 0, new, "error"))[column].sum())
 
 
-def _mapped(path: Path, folder: Path, plain: Any) -> Sides:
+def _map_sides(path: Path, folder: Path, plain: Any) -> Sides:
     """``datasets.map``, if the package is installed; its own reader of JSON is not measured."""
     try:
         import datasets
@@ -170,7 +170,7 @@ def header_sides(folder: Path, number: int) -> Sides:
     path.write_text("".join(json.dumps({"image": name, "caption": "a picture"}) + "\n" for name in names))
     processor = image_processor(folder.parent)
     return {
-        "ours": lambda: planned(path, processor, Layout(folder, "understand"), "images"),
+        "ours": lambda: count_planned(path, processor, Layout(folder, "understand"), "images"),
         "a loop of Image.open": lambda: sum(Image.open(folder / name).size[0] > 0 for name in names),
     }
 

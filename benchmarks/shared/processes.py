@@ -33,7 +33,7 @@ class Memory(threading.Thread):
         return 1024 * int(text.partition("RssAnon:")[2].split()[0])
 
     @staticmethod
-    def settled() -> int:
+    def settle() -> int:
         """After freed memory is returned to the system: blocks kept by malloc would hide later allocations."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -44,7 +44,7 @@ class Memory(threading.Thread):
             self.highest = max(self.highest, self.now())
 
     def __enter__(self) -> Memory:
-        self.before = self.highest = self.settled()
+        self.before = self.highest = self.settle()
         self.start()
         return self
 

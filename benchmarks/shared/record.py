@@ -24,8 +24,8 @@ RESAMPLES = 10_000
 def interval(ratios: Sequence[float]) -> dict[str, float]:
     """Median and its 95 % confidence interval: percentiles of the medians of re-sampled values (bootstrap)."""
     values = np.asarray(ratios)
-    drawn = np.random.default_rng(0).choice(values, size=(RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    resamples = np.random.default_rng(0).choice(values, size=(RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(resamples, axis=1), [2.5, 97.5])
     return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 

@@ -20,7 +20,7 @@ from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.streamed_units import fit
+from unigen_ds.data.datasets.streamed_units import fit_source
 from unigen_ds.data.order.order import GlobalOrder
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 
@@ -58,7 +58,7 @@ def stream_sides(folder: Path, number: int, *, cold: bool) -> Sides:
 
 def _read(data: UnifiedGenerationDataset, processor: UnifiedProcessor, number: int) -> int:
     """Rows of a pass."""
-    order = GlobalOrder([len(fit(data, Overflow(SEQ_LENGTH)))], [1.0], seed=0)
+    order = GlobalOrder([len(fit_source(data, Overflow(SEQ_LENGTH)))], [1.0], seed=0)
     stream = SequenceStream([data], order, packer=None, seq_length=SEQ_LENGTH)
     loading = UpdateLoader(stream, processor=processor, geometry=Geometry(BATCH, 1, 1), num_workers=0)
     rows = sum(micro.batch.num_samples for [micro] in islice(loading, number // BATCH))
@@ -76,8 +76,8 @@ def _iterable(paths: list[str], processor: Any, number: int) -> Callable[[], int
     encode = processor.tokenizer._tokenizer.encode
 
     def run() -> int:
-        found = datasets.load_dataset("parquet", data_files=paths, split="train", streaming=True)
-        rows = found.shuffle(seed=0, buffer_size=BUFFER).map(lambda row: {"ids": encode(row["text"])})
+        dataset = datasets.load_dataset("parquet", data_files=paths, split="train", streaming=True)
+        rows = dataset.shuffle(seed=0, buffer_size=BUFFER).map(lambda row: {"ids": encode(row["text"])})
         loading: Any = DataLoader(rows, batch_size=BATCH, collate_fn=list)
         return sum(map(len, islice(loading, number // BATCH)))
 

@@ -213,23 +213,23 @@ def _model3(model: Model, rank: int) -> dict[str, Any]:
 # ---- against a real engine -------------------------------------------------------------------------------------------
 
 
-def compare(made: Path, real: Path) -> list[str]:
+def compare(own: Path, real: Path) -> list[str]:
     """The differences: files, keys, types, shapes, dtypes; and the values of every weight and buffer."""
-    names = [{path.name for path in folder.iterdir()} for folder in (made, real)]
+    names = [{path.name for path in folder.iterdir()} for folder in (own, real)]
     if names[0] != names[1]:
         return [f"files {sorted(names[0] ^ names[1])}"]
-    found = []
+    lines = []
     for name in sorted(names[0]):
-        a, b = (torch.load(folder / name, weights_only=False, mmap=True) for folder in (made, real))
-        found += [f"{name}: {difference}" for difference in _differences(a, b)]
-    readers = [DeepSpeedReader(folder) for folder in (made, real)]
+        a, b = (torch.load(folder / name, weights_only=False, mmap=True) for folder in (own, real))
+        lines += [f"{name}: {difference}" for difference in _differences(a, b)]
+    readers = [DeepSpeedReader(folder) for folder in (own, real)]
     if list(readers[0].shapes.items()) != list(readers[1].shapes.items()) or readers[0].tied != readers[1].tied:
-        return [*found, "shapes or tied names"]
+        return [*lines, "shapes or tied names"]
     for (kind, name), shape in readers[0].shapes.items():
         a, b = (reader.read(kind, name, 0, math.prod(shape)) for reader in readers)
         if a.dtype != b.dtype or not torch.equal(a, b):
-            found.append(f"{kind} {name}")
-    return found
+            lines.append(f"{kind} {name}")
+    return lines
 
 
 def _differences(a: Any, b: Any, where: str = "") -> Iterator[str]:

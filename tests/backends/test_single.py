@@ -84,11 +84,11 @@ def train(backend: Backend, *numbers: int, scale: float = 1.0, all_of_it: bool =
 
 
 def state(backend: SingleBackend) -> dict[str, torch.Tensor]:
-    found = {name: t.detach().clone() for name, t in backend.model.state_dict().items()}
+    tensors = {name: t.detach().clone() for name, t in backend.model.state_dict().items()}
     for name, parameter in backend.model.named_parameters():
         for kind, value in backend._optimizer.state.get(parameter, {}).items():
-            found[f"{kind}|{name}"] = value.detach().clone()
-    return found
+            tensors[f"{kind}|{name}"] = value.detach().clone()
+    return tensors
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -142,8 +142,8 @@ def test_an_absent_gradient_counts_as_zero():
     train(zeros, 0)
     train(backend, 1, all_of_it=False)
     with zeros.accumulate(last=True):
-        unused = zeros.model.sometimes.sum() * 0.0  # type: ignore[union-attr,operator]
-        zeros.backward(zeros.model(inputs(1), all_of_it=False).square().sum() + unused)
+        zero = zeros.model.sometimes.sum() * 0.0  # type: ignore[union-attr,operator]
+        zeros.backward(zeros.model(inputs(1), all_of_it=False).square().sum() + zero)
     zeros.step()
     assert_equal(state(backend), state(zeros))
 
@@ -153,8 +153,8 @@ def test_an_absent_gradient_counts_as_zero():
 
 def test_bf16_computes_low_and_keeps_fp32():
     backend, full = make(precision="bf16"), make()
-    begun = {shard.name: shard.data.clone() for shard in full.master_shards()}
-    assert all(torch.equal(shard.data, begun[shard.name]) for shard in backend.master_shards()), "not rounded"
+    before = {shard.name: shard.data.clone() for shard in full.master_shards()}
+    assert all(torch.equal(shard.data, before[shard.name]) for shard in backend.master_shards()), "not rounded"
     with backend.accumulate(last=True):
         output = backend.model(inputs(0), all_of_it=False)
         backend.backward(output.square().sum())
@@ -167,7 +167,7 @@ def test_bf16_computes_low_and_keeps_fp32():
     assert {shard.data.dtype for shard in backend.master_shards()} == {torch.float32}
     copies = dict(backend.model.named_parameters())
     for shard in backend.master_shards():
-        assert not torch.equal(shard.data, begun[shard.name]), "the update moved it"
+        assert not torch.equal(shard.data, before[shard.name]), "the update moved it"
         assert torch.equal(shard.data.bfloat16(), copies[shard.name].detach().view(-1)), "and its copy with it"
     assert backend.topology()["precision"] == "bf16"
 
@@ -183,11 +183,11 @@ def test_fp16_overflow_halves_the_scale_and_skips():
     assert_equal(state(backend), before)
     while not train(backend, 0, scale=1e4).applied:
         pass
-    reached = scale.scale
+    scale_before = scale.scale
     result = train(backend, 0, scale=1e4)
     exact = make()
     exact.model.load_state_dict(backend.model.state_dict())
-    assert result.applied and scale.scale == reached < 32768.0
+    assert result.applied and scale.scale == scale_before < 32768.0
     assert not torch.equal(state(backend)["first.weight"], before["first.weight"])
 
 
@@ -213,8 +213,8 @@ def test_fp16_is_clipped_after_the_scale_is_taken_out():
     assert norm > 2 * CLIP and half_norm == pytest.approx(norm, rel=0.01), "clipped, and the norm is without the scale"
     begin = {name: p.detach().view(-1) for name, p in make().model.named_parameters()}
     for name, value in expected.items():
-        moved, by_half = value - begin[name], half[name] - begin[name]
-        assert float((moved - by_half).norm()) < 0.02 * float(moved.norm()), name
+        change, by_half = value - begin[name], half[name] - begin[name]
+        assert float((change - by_half).norm()) < 0.02 * float(change.norm()), name
 
 
 def test_the_scale_doubles_with_the_last_update_of_its_interval():
@@ -277,13 +277,13 @@ def test_everything_that_does_not_fit_is_named_and_nothing_is_loaded(tmp_path):
     save_file(moments, tmp_path / "optimizer.safetensors")
     parameters = [*(name for name, _ in backend.model.named_parameters()), "extra"]
     before = state(backend)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as error:
         backend.load_tensors(SafetensorsReader(tmp_path, parameters=parameters))
-    for said in (
+    for message in (
         "model: missing: first.weight; unexpected: extra; reshaped: last.bias (5,) for (3,)",
         "missing: norm.running_var",
         "of exp_avg: missing: sometimes; reshaped: ",
         "first.bias (1,) for (7,)",
     ):
-        assert said in str(caught.value), said
+        assert message in str(error.value), message
     assert_equal(state(backend), before)

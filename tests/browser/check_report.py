@@ -51,9 +51,9 @@ CONTRAST = """() => {
 
 def problems_of(page: Any, file: Path, shot: Path) -> list[str]:
     """What is wrong with the page at its present size; the picture is at ``shot``."""
-    found: list[str] = []
-    page.on("pageerror", lambda error: found.append(f"script: {error}"))
-    page.on("request", lambda r: found.append(f"request: {r.url[:80]}")
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(f"script: {error}"))
+    page.on("request", lambda r: problems.append(f"request: {r.url[:80]}")
             if r.url != file.as_uri() and not r.url.startswith("data:") else None)  # fmt: skip
     page.goto(file.as_uri())
     page.wait_for_load_state("networkidle")
@@ -61,18 +61,18 @@ def problems_of(page: Any, file: Path, shot: Path) -> list[str]:
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     if wide > 0:
-        found.append(f"scrolls sideways by {wide} pixels")
-    found += [f"outside of the page: {text}" for text in page.evaluate(OUTSIDE)]
-    found += [f"contrast: {text}" for text in page.evaluate(CONTRAST)]
+        problems.append(f"scrolls sideways by {wide} pixels")
+    problems += [f"outside of the page: {text}" for text in page.evaluate(OUTSIDE)]
+    problems += [f"contrast: {text}" for text in page.evaluate(CONTRAST)]
     plot = page.locator(".plot").first
     if plot.count():
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2)
         if not plot.locator(".cursor").is_visible() or not plot.locator(".cursor").inner_text().strip():
-            found.append("no values appear under the pointer")
+            problems.append("no values appear under the pointer")
         page.screenshot(path=str(shot.with_suffix(".pointer.png")))
-    return found
+    return problems
 
 
 def main(files: list[str]) -> int:
@@ -96,11 +96,11 @@ def main(files: list[str]) -> int:
                         device_scale_factor=1,
                     )
                     file, shot = Path(name).resolve(), folder / f"{number}-{width}-{scheme}.png"
-                    found = problems_of(context.new_page(), file, shot)
+                    problems = problems_of(context.new_page(), file, shot)
                     context.close()
-                    failed |= bool(found)
-                    print(f"{file.name} {width} {scheme}: {'ok' if not found else ''}  {shot}")
-                    print("".join(f"  {text}\n" for text in dict.fromkeys(found)), end="")
+                    failed |= bool(problems)
+                    print(f"{file.name} {width} {scheme}: {'ok' if not problems else ''}  {shot}")
+                    print("".join(f"  {text}\n" for text in dict.fromkeys(problems)), end="")
         browser.close()
     return int(failed)
 

@@ -56,10 +56,10 @@ class AwkwardModel(nn.Module):
         return self.head(hidden).float().square().mean()
 
     def groups(self) -> list[dict[str, Any]]:
-        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in self.named_parameters() if p.requires_grad}
         return [
-            {"params": [p for name, p in trained.items() if "norm" not in name], "lr": 1e-2},
-            {"params": [p for name, p in trained.items() if "norm" in name], "lr": 1e-3, "weight_decay": 0.0},
+            {"params": [p for name, p in parameters.items() if "norm" not in name], "lr": 1e-2},
+            {"params": [p for name, p in parameters.items() if "norm" in name], "lr": 1e-3, "weight_decay": 0.0},
         ]
 
 
@@ -114,11 +114,11 @@ def train(case: str, out: Path) -> None:
 def _masters(engine: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found = {}
+    masters = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found[name] = safe_get_full_fp32_param(parameter).detach().clone().contiguous()
-    return found
+            masters[name] = safe_get_full_fp32_param(parameter).detach().clone().contiguous()
+    return masters
 
 
 def run(out: Path) -> None:
@@ -163,21 +163,21 @@ def _process(rank: int, port: int, out: Path) -> None:
 
 
 _OUT = Path(tempfile.mkdtemp(prefix="plain-deepspeed-"))
-"""Made when the tests are collected: of all processes that run them (``tests/lanes.py``)."""
+"""Made when the tests are collected: of all processes that run them (``tests/support/lanes.py``)."""
 _OWNER = os.getpid()
 
 
 @cache
 def checkpoints() -> Path:
     """The folder of all cases, written once per test session."""
-    from tests.processes import ENVIRONMENT, ROOT, run
+    from tests.support.processes import ENVIRONMENT, ROOT, run
 
     with (_OUT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (_OUT / "done").exists():
             command = [sys.executable, "-m", "tests.checkpoint.plain_deepspeed", str(_OUT)]
-            ended = run(command, cwd=ROOT, text=True, timeout=600, env=ENVIRONMENT)
-            assert ended.returncode == 0, ended.stderr[-8000:]
+            process = run(command, cwd=ROOT, text=True, timeout=600, env=ENVIRONMENT)
+            assert process.returncode == 0, process.stderr[-8000:]
             (_OUT / "done").touch()
     return _OUT
 

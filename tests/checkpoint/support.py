@@ -41,7 +41,7 @@ def make_backend(*, width: int = 6, updates: int = 1) -> SingleBackend:
 
 def make_manifest(commit: int = 1, *, parent: str | None = None, updates: int = 4, **values: Any) -> Manifest:
     schedules = Schedules.from_cfg([], ruler=RULER, base=[{"name": "default", "lr": 0.1}], total_sequences=600)
-    given = dict(
+    fields = dict(
         commit=commit,
         parent=parent,
         progress=Progress(sequences=12 * updates, samples=30 * updates, tokens=500 * updates, updates=updates),
@@ -60,7 +60,7 @@ def make_manifest(commit: int = 1, *, parent: str | None = None, updates: int = 
         ],
         config={"optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 0.1}}},
     )
-    return Manifest(**{**given, **values})  # type: ignore[arg-type]
+    return Manifest(**{**fields, **values})  # type: ignore[arg-type]
 
 
 def save(
@@ -101,7 +101,7 @@ def write_state(backend: Backend, directory: Path) -> str:
     state = backend.state_files()
     directory.mkdir(exist_ok=True)
     results = [write_output(directory, file)[2] for file in state.files]
-    for file in state.index([state.plan], [[one for one in results if one is not None]]) if state.index else ():
+    for file in state.index([[one for one in results if one is not None]]) if state.index else ():
         write_output(directory, file)
     return state.layout
 

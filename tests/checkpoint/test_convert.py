@@ -19,9 +19,9 @@ from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.plain_deepspeed import ZERO, AwkwardModel
 from tests.checkpoint.support import make_backend, save
 from tests.checkpoint.test_saver import fill
+from tests.end_to_end.engines.jobs.users import OddModel
 from tests.end_to_end.engines.launch import Outcome, tensors, want
-from tests.end_to_end.engines.users import OddModel
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from unigen_ds.checkpoint.convert import merge
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.system.outputs import Entry, save_torch
@@ -41,11 +41,11 @@ def source_of(plain: Path, case: str) -> Path:
 
 
 def load(out: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(out.iterdir()):
         if path.suffix in (".bin", ".safetensors"):
-            found |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-    return found
+            tensors |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    return tensors
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -65,14 +65,14 @@ def theirs(source: Path, out: Path, **arguments: object) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", ZERO)
 def test_plain_deepspeed_is_merged_as_its_own_script_does_it(plain, tmp_path, case):
-    wanted = theirs(source_of(plain, case), tmp_path / "theirs")
+    expected = theirs(source_of(plain, case), tmp_path / "theirs")
     merge(source_of(plain, case), tmp_path / "ours")
-    found = load(tmp_path / "ours")
+    ours = load(tmp_path / "ours")
     if case.startswith("zero1"):  # it omits frozen parameters there
-        assert found.keys() - wanted.keys() == {"frozen.weight", "frozen.bias"}
-        found = {name: found[name] for name in wanted}
-    assert equal(found, wanted)
-    assert list(found) == list(wanted)
+        assert ours.keys() - expected.keys() == {"frozen.weight", "frozen.bias"}
+        ours = {name: ours[name] for name in expected}
+    assert equal(ours, expected)
+    assert list(ours) == list(expected)
 
 
 @pytest.mark.parametrize("case", [*ZERO, "zero0"])
@@ -89,13 +89,13 @@ def test_the_model_loads_it(plain, tmp_path, case):
 def test_safetensors_have_every_name(plain, tmp_path):
     source = source_of(plain, "zero3")
     merge(source, tmp_path / "one")
-    merged = merge(source, tmp_path / "many", safe_serialization=True, max_shard_size="2KB")
+    output = merge(source, tmp_path / "many", safe_serialization=True, max_shard_size="2KB")
     assert equal(load(tmp_path / "many"), load(tmp_path / "one"))
     AwkwardModel().load_state_dict(load(tmp_path / "many"))
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     for name, file in index["weight_map"].items():
         assert name in load_file(tmp_path / "many" / file)
-    assert index["metadata"]["total_size"] == merged.nbytes and len(merged.files) > 2
+    assert index["metadata"]["total_size"] == output.nbytes and len(output.files) > 2
 
 
 # ---- this project's checkpoints --------------------------------------------------------------------------------------
@@ -112,13 +112,13 @@ def test_every_engines_weights(tmp_path, name):
     """The engine's weights, also under tied names, so that a new model loads them strictly."""
     run = run_of(name)
     merge(run.checkpoints[-1], tmp_path / "out")
-    found = load(tmp_path / "out")
-    assert set(found) == {*run.held, "head.weight"}
-    for key, value in run.held.items():
-        assert torch.equal(found[key], value.to(found[key].dtype)), key
-    model = OddModel(vocab=len(found["emb.weight"]))
-    model.load_state_dict(found)
-    assert torch.equal(model.head.weight, found["emb.weight"])
+    tensors = load(tmp_path / "out")
+    assert set(tensors) == {*run.state, "head.weight"}
+    for key, value in run.state.items():
+        assert torch.equal(tensors[key], value.to(tensors[key].dtype)), key
+    model = OddModel(vocab=len(tensors["emb.weight"]))
+    model.load_state_dict(tensors)
+    assert torch.equal(model.head.weight, tensors["emb.weight"])
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -126,12 +126,12 @@ def test_the_average(tmp_path, name):
     run = run_of(name)
     merge(run.checkpoints[-1], tmp_path / "weights")
     merge(run.checkpoints[-1], tmp_path / "average", ema=True)
-    weights, found = load(tmp_path / "weights"), load(tmp_path / "average")
+    weights, average = load(tmp_path / "weights"), load(tmp_path / "average")
     averages = {name: value for (kind, name), value in tensors(run.checkpoints[-1]).items() if kind == "ema"}
-    for key, value in found.items():
+    for key, value in average.items():
         name = "emb.weight" if key == "head.weight" else key
         assert torch.equal(value.flatten(), averages.get(name, weights[key]).flatten()), key
-    assert not torch.equal(found["emb.weight"], weights["emb.weight"]) and found.keys() == weights.keys()
+    assert not torch.equal(average["emb.weight"], weights["emb.weight"]) and average.keys() == weights.keys()
 
 
 def test_a_folder_that_exists_is_no_output(tmp_path):
@@ -166,12 +166,12 @@ def test_the_archive_is_what_torch_writes(tmp_path, mmap):
     """Correct checksums, storages aligned for mapping; nothing is left beside it."""
     state = odd_tensors()
     save_torch(tmp_path / "model.bin", entries_of(state))
-    found = torch.load(tmp_path / "model.bin", weights_only=True, mmap=mmap)
-    assert list(found) == list(state) and [path.name for path in tmp_path.iterdir()] == ["model.bin"]
+    content = torch.load(tmp_path / "model.bin", weights_only=True, mmap=mmap)
+    assert list(content) == list(state) and [path.name for path in tmp_path.iterdir()] == ["model.bin"]
     for name, tensor in state.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    assert found["tied.a"].data_ptr() == found["tied.b"].data_ptr() and found["large"].data_ptr() % 64 == 0
+        assert content[name].dtype == tensor.dtype and content[name].shape == tensor.shape
+        assert torch.equal(content[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert content["tied.a"].data_ptr() == content["tied.b"].data_ptr() and content["large"].data_ptr() % 64 == 0
     with zipfile.ZipFile(tmp_path / "model.bin") as archive:
         assert archive.testzip() is None
     assert (tmp_path / "model.bin").stat().st_size < 21_000_000, "every storage once"
@@ -201,8 +201,8 @@ convert.merge(Path(sys.argv[1]), Path(sys.argv[2]), max_shard_size="1KB")
 
 def test_killed_half_way_it_leaves_no_output(plain, tmp_path):
     source, out = source_of(plain, "zero2"), tmp_path / "out"
-    ended = run([sys.executable, "-c", KILLED, str(source), str(out)], cwd=ROOT)
-    assert ended.returncode == -signal.SIGKILL
+    process = run([sys.executable, "-c", KILLED, str(source), str(out)], cwd=ROOT)
+    assert process.returncode == -signal.SIGKILL
     assert not out.exists() and len(list(tmp_path.iterdir())) == 1
     merge(source, out, max_shard_size="1KB")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # the remaining files are removed

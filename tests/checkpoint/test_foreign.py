@@ -25,14 +25,14 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 @pytest.fixture(scope="module")
-def written() -> Path:
+def checkpoints() -> Path:
     return plain_deepspeed.checkpoints()
 
 
 @pytest.fixture
-def copy(written, tmp_path) -> Path:
+def copy(checkpoints, tmp_path) -> Path:
     """ZeRO-2, to be changed."""
-    return Path(shutil.copytree(written / "zero2", tmp_path / "copy")) / f"global_step{STEPS}"
+    return Path(shutil.copytree(checkpoints / "zero2", tmp_path / "copy")) / f"global_step{STEPS}"
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -42,44 +42,44 @@ def change(folder: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("case", ZERO)
-def test_every_weight_is_the_engines(written, case):
-    found = read_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
-    assert found.precision == ("bf16" if case == "mmengine" or "bf16" in case else "fp32")
-    held = load_safetensors(written / f"{case}.safetensors")
-    trained = {row["name"]: row for row in found.parameters if row["trainable"]}
-    assert trained.keys() == held.keys()
-    for name, value in held.items():
-        read = found.reader.read("master", name, 0, value.numel())
-        assert torch.equal(read, value.flatten()) and trained[name]["shape"] == list(value.shape)
-        assert found.reader.numel("exp_avg", name) == found.reader.numel("exp_avg_sq", name) == value.numel()
-        assert float(found.reader.read("step", name, 0, 1)) == STEPS
+def test_every_weight_is_the_engines(checkpoints, case):
+    foreign = read_foreign(checkpoints / case, tag="iter_6.pth" if case == "mmengine" else None)
+    assert foreign.precision == ("bf16" if case == "mmengine" or "bf16" in case else "fp32")
+    tensors = load_safetensors(checkpoints / f"{case}.safetensors")
+    rows = {row["name"]: row for row in foreign.parameters if row["trainable"]}
+    assert rows.keys() == tensors.keys()
+    for name, value in tensors.items():
+        read = foreign.reader.read("master", name, 0, value.numel())
+        assert torch.equal(read, value.flatten()) and rows[name]["shape"] == list(value.shape)
+        assert foreign.reader.numel("exp_avg", name) == foreign.reader.numel("exp_avg_sq", name) == value.numel()
+        assert float(foreign.reader.read("step", name, 0, 1)) == STEPS
 
 
 @pytest.mark.parametrize("case", [*ZERO, "zero0"])
-def test_what_the_files_tell(written, case):
-    found = read_foreign(written / case, tag="iter_6.pth" if case == "mmengine" else None)
+def test_what_the_files_tell(checkpoints, case):
+    foreign = read_foreign(checkpoints / case, tag="iter_6.pth" if case == "mmengine" else None)
     stage = 2 if case == "mmengine" else int(case[4])
-    assert found.layout == "deepspeed" and f"ZeRO stage {stage}" in found.writer
-    assert found.geometry == Geometry(MICRO, ACCUMULATE, 2)
-    assert (found.updates, found.skipped_updates) == (STEPS, 0)
-    rows = {row["name"]: row for row in found.parameters}
+    assert foreign.layout == "deepspeed" and f"ZeRO stage {stage}" in foreign.writer
+    assert foreign.geometry == Geometry(MICRO, ACCUMULATE, 2)
+    assert (foreign.updates, foreign.skipped_updates) == (STEPS, 0)
+    rows = {row["name"]: row for row in foreign.parameters}
     assert rows["emb.weight"]["tied"] == ["head.weight"] and "head.weight" not in rows
     assert "gain" not in rows and "scratch" not in rows
     if stage:
         assert {name for name, row in rows.items() if not row["trainable"]} == {"frozen.weight", "frozen.bias"}
         assert {name for name, row in rows.items() if row["group"] == "1"} == {"norm.weight", "norm.bias"}
-    message = " ".join(found.unknown)
+    message = " ".join(foreign.unknown)
     for word in ("order of its data", "schedule", "EMA", "random generators"):
         assert word in message
     assert ("Moments" in message) == (stage == 0)
 
 
-def test_what_mmengine_stores_is_used(written):
-    found = read_foreign(written / "mmengine" / "iter_6.pth")
-    assert "run by mmengine 0.10.7" in found.writer
+def test_what_mmengine_stores_is_used(checkpoints):
+    foreign = read_foreign(checkpoints / "mmengine" / "iter_6.pth")
+    assert "run by mmengine 0.10.7" in foreign.writer
 
 
-def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
+def test_what_mmengine_stores_is_data_and_no_class_is_imported(checkpoints):
     code = (
         "import sys; from pathlib import Path; from unigen_ds.checkpoint.foreign import read_foreign;"
         " header = read_foreign(Path(sys.argv[1])).reader.header;"
@@ -89,9 +89,9 @@ def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
         " assert type(buffer).__module__.startswith('unigen_ds.'), type(buffer);"  # mmengine's registry is imported
         " sys.exit('deepspeed' in sys.modules)"
     )
-    folder = written / "mmengine" / "iter_6.pth"
-    ended = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    folder = checkpoints / "mmengine" / "iter_6.pth"
+    process = subprocess.run([sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 # ---- the geometry ----------------------------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def test_what_mmengine_stores_is_data_and_no_class_is_imported(written):
 
 def test_auto_is_not_known(copy):
     change(copy, ds_config={"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4})
-    found = read_foreign(copy)
-    assert found.geometry is None
-    assert "batch_size is not stored: it cannot be resumed." in found.unknown
+    foreign = read_foreign(copy)
+    assert foreign.geometry is None
+    assert "batch_size is not stored: it cannot be resumed." in foreign.unknown
 
 
 def test_the_third_number_follows_from_the_total(copy):

@@ -12,10 +12,10 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, FORMAT_VERSION, WITH_BASE, 
 from unigen_ds.core.errors import CheckpointError
 
 
-def write(directory: Path, manifest: Manifest | None = None, **changed: object) -> Path:
+def write(directory: Path, manifest: Manifest | None = None, **changes: object) -> Path:
     manifest = manifest or make_manifest()
     path = directory / FILE_NAME
-    path.write_text(json.dumps(json.loads(manifest.to_json()) | changed))
+    path.write_text(json.dumps(json.loads(manifest.to_json()) | changes))
     return path
 
 

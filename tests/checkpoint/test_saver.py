@@ -55,10 +55,10 @@ def fill(disk: Path, *, leave: int) -> Path:
 
 
 def bytes_of(error: SaveError) -> tuple[int, int]:
-    found = re.search(r"it needs ([\d,]+) bytes and ([\d,]+) bytes are free", str(error))
-    assert found, error
-    needed, free = (int(number.replace(",", "")) for number in found.groups())
-    return needed, free
+    match = re.search(r"it needs ([\d,]+) bytes and ([\d,]+) bytes are free", str(error))
+    assert match, error
+    need, free = (int(number.replace(",", "")) for number in match.groups())
+    return need, free
 
 
 WIDTH = 12_000  # about 190 KiB of weights, as much of EMA, and twice that of moments
@@ -71,10 +71,10 @@ def test_a_disk_that_is_too_full_is_refused_before_anything_is_written(small_dis
     ballast = fill(small_disk, leave=size - 65536)
     before = tree(small_disk)
     monkeypatch.setattr(saver, "_write", None)  # not reached
-    with pytest.raises(SaveError, match="the disk has too little free space") as caught:
+    with pytest.raises(SaveError, match="the disk has too little free space") as error:
         save(small_disk, "iter_24.pth", backend=backend)
-    needed, free = bytes_of(caught.value)
-    assert free < size - 60000 <= needed == size and str(small_disk / "iter_24.pth") in str(caught.value)
+    need, free = bytes_of(error.value)
+    assert free < size - 60000 <= need == size and str(small_disk / "iter_24.pth") in str(error.value)
     assert tree(small_disk) == before
     monkeypatch.undo()
     ballast.unlink()

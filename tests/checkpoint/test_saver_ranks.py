@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ranks
+from tests.support.processes import ranks
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 
@@ -119,8 +119,8 @@ dist.shutdown()
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory) -> tuple[Path, list[dict]]:
     work_dir, reports = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("reports")
-    ended = ranks([sys.executable, "-c", SCRIPT, str(work_dir), str(reports)], timeout_s=120)
-    assert [one.status for one in ended] == [0, 0], ended
+    processes = ranks([sys.executable, "-c", SCRIPT, str(work_dir), str(reports)], timeout_s=120)
+    assert [one.status for one in processes] == [0, 0], processes
     return work_dir, [json.loads((reports / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -145,8 +145,8 @@ def test_a_failure_on_one_rank_fails_all_and_leaves_nothing(outcome):
 
 def test_what_ranks_wrote_is_reported_to_rank_0_alone(outcome):
     """At 1,024 ranks the entries of all files are 160 MB: the other ranks receive only the names of the folders."""
-    received = outcome[1][1]["received"]
-    assert "iter_12.pth" in received and "safetensors" not in received and len(received) < 500
+    message = outcome[1][1]["received"]
+    assert "iter_12.pth" in message and "safetensors" not in message and len(message) < 500
 
 
 def test_each_rank_gets_its_own_random_state_back(outcome):

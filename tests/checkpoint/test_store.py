@@ -21,12 +21,12 @@ def go_on_from(work_dir: Path, checkpoint: Path) -> None:
 
 
 def newest_name(work_dir: Path) -> str | None:
-    found, _ = store.newest(work_dir)
-    return None if found is None else found.path.name
+    checkpoint, _ = store.newest(work_dir)
+    return None if checkpoint is None else checkpoint.path.name
 
 
-def names(found) -> list[str]:
-    return [f.path.name for f in found]
+def names(checkpoints) -> list[str]:
+    return [f.path.name for f in checkpoints]
 
 
 def test_newest_is_the_last_committed_never_the_highest_number(tmp_path):
@@ -64,9 +64,9 @@ REASONS = ["hash differs", "hash differs", "has 50 bytes", "is missing", "has no
 def test_a_damaged_one_is_passed_over_and_named(tmp_path, kind, reason):
     save_chain(tmp_path, 12, 24)
     DAMAGE[kind](tmp_path / "iter_24.pth")
-    found, rejected = store.newest(tmp_path)
-    assert found is not None and found.path.name == "iter_12.pth"
-    assert names(rejected) == ["iter_24.pth"] and reason in str(rejected[0].problem)
+    checkpoint, rejects = store.newest(tmp_path)
+    assert checkpoint is not None and checkpoint.path.name == "iter_12.pth"
+    assert names(rejects) == ["iter_24.pth"] and reason in str(rejects[0].problem)
 
 
 def test_checkpoints_that_a_resume_abandoned_are_not_used_again(tmp_path):
@@ -90,14 +90,14 @@ def test_continuing_from_another_folder(tmp_path):
     stale = save(here, "iter_99.pth")
     start = save(there, "iter_12.pth")
     go_on_from(here, start)
-    found, rejected = store.newest(here)
-    assert found is not None and found.path == start and names(rejected) == [stale.name]
+    checkpoint, rejects = store.newest(here)
+    assert checkpoint is not None and checkpoint.path == start and names(rejects) == [stale.name]
     save(here, "iter_24.pth", parent=str(start))
     assert newest_name(here) == "iter_24.pth"
     shutil.rmtree(here / "iter_24.pth")
     shutil.rmtree(there)
-    found, rejected = store.newest(here)
-    assert found is None and str(start) in [str(r.path) for r in rejected]
+    checkpoint, rejects = store.newest(here)
+    assert checkpoint is None and str(start) in [str(r.path) for r in rejects]
 
 
 def test_commit_numbers_are_never_given_twice(tmp_path):
@@ -121,12 +121,12 @@ def test_a_damaged_lineage_is_an_error_with_a_remedy(tmp_path):
 def test_sweep_removes_exactly_those(tmp_path):
     path = save(tmp_path)
     before = tree(path)
-    unfinished = [tmp_path / f"iter_24.pth{store.STAGING}2", tmp_path / f"iter_36.pth{store.DELETING}"]
-    for left in unfinished:
-        shutil.copytree(path, left)
+    folders = [tmp_path / f"iter_24.pth{store.STAGING}2", tmp_path / f"iter_36.pth{store.DELETING}"]
+    for folder in folders:
+        shutil.copytree(path, folder)
     mine = tmp_path / "notes.tmp-1"  # a user's own folder
     mine.mkdir()
-    assert store.sweep(tmp_path) == unfinished
+    assert store.sweep(tmp_path) == folders
     assert mine.is_dir() and tree(path) == before
     assert store.sweep(tmp_path / "absent") == []
 
@@ -143,8 +143,8 @@ def test_milestones_are_kept_beyond_number_and_days(tmp_path):
     """The first at or after each multiple; an abandoned one is none, and the next one is."""
     every = Duration(5 * 12.0, "sequence")
     paths = [save(tmp_path / "a", f"iter_{3 * n}.pth", updates=n) for n in (1, 2, 3, 5, 6, 10, 12, 13)]
-    removed = [*paths[:3], paths[4], paths[6]]
-    assert store.retain(tmp_path / "a", max_keep=1, max_days=1e-9, every=every) == removed
+    deletions = [*paths[:3], paths[4], paths[6]]
+    assert store.retain(tmp_path / "a", max_keep=1, max_days=1e-9, every=every) == deletions
     paths = [save(tmp_path, f"iter_{3 * n}.pth", updates=n) for n in (3, 5, 6)]
     go_on_from(tmp_path, paths[0])
     later = [save(tmp_path, f"iter_{3 * n}.pth", updates=n, parent="iter_9.pth") for n in (7, 8)]
@@ -202,8 +202,8 @@ def test_an_interrupted_deletion_leaves_nothing_that_looks_complete(tmp_path, mo
         with monkeypatch.context() as patch, pytest.raises(OSError, match="stop"):
             patch.setattr(os, name, _failing(getattr(os, name), work_dir))
             store.delete(path)
-        found = store.list_checkpoints(work_dir)
-        if found:
+        checkpoints = store.list_checkpoints(work_dir)
+        if checkpoints:
             assert tree(path) == tree(original)
         else:
             assert store.sweep(work_dir) and os.listdir(work_dir) == []

@@ -50,19 +50,19 @@ def work_dir(tmp_path) -> Path:
     return tmp_path
 
 
-def examine(work_dir: Path) -> store.Found:
+def examine(work_dir: Path) -> store.Candidate:
     """Everything that reads a work dir: list, choose, print, plan. Returns the entry of the damaged folder."""
-    found = {f.path.name: f for f in store.list_checkpoints(work_dir)}
-    assert found["iter_12.pth"].problem is None
+    checkpoints = {f.path.name: f for f in store.list_checkpoints(work_dir)}
+    assert checkpoints["iter_12.pth"].problem is None
     store.next_commit(work_dir)
-    chosen, _ = store.newest(work_dir)
-    assert chosen is not None
-    if found[DAMAGED].problem is not None:
-        assert chosen.path.name == "iter_12.pth"
+    newest, _ = store.newest(work_dir)
+    assert newest is not None
+    if checkpoints[DAMAGED].problem is not None:
+        assert newest.path.name == "iter_12.pth"
         assert plan_resume(work_dir, resume=True, load_from=None).checkpoint == work_dir / "iter_12.pth"
-        assert len(found[DAMAGED].problem) < 2000
+        assert len(checkpoints[DAMAGED].problem) < 2000
     "\n".join(listing.table(work_dir)).encode()  # a terminal can print it
-    return found[DAMAGED]
+    return checkpoints[DAMAGED]
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -83,7 +83,7 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from nodes(inner, (*path, key))
 
 
-def signed(state: dict[str, Any]) -> bytes:
+def sign(state: dict[str, Any]) -> bytes:
     digest = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
     return json.dumps(state | {"digest": digest}).encode()
 
@@ -101,12 +101,12 @@ def wrong(draw: random.Random, good: dict[str, Any]) -> bytes:
     elif how == 1:
         del inner[path[-1]]
     else:
-        raw = bytearray(signed(state))
+        raw = bytearray(sign(state))
         for _ in range(draw.randrange(1, 4)):
             at = draw.randrange(len(raw))
             raw[at : at + draw.randrange(4)] = bytes(draw.randrange(256) for _ in range(draw.randrange(4)))
         return bytes(raw)
-    return signed(state)
+    return sign(state)
 
 
 @pytest.mark.parametrize(
@@ -119,25 +119,25 @@ def wrong(draw: random.Random, good: dict[str, Any]) -> bytes:
 def test_a_wrong_value_is_named_where_the_manifest_is_read(work_dir, key, value):
     good = json.loads(make_manifest(7, updates=9).to_json())
     del good["digest"]
-    (work_dir / DAMAGED / FILE_NAME).write_bytes(signed(good))
+    (work_dir / DAMAGED / FILE_NAME).write_bytes(sign(good))
     assert "damaged" not in (examine(work_dir).problem or "")
-    (work_dir / DAMAGED / FILE_NAME).write_bytes(signed(good | {key: value}))
+    (work_dir / DAMAGED / FILE_NAME).write_bytes(sign(good | {key: value}))
     assert f"{FILE_NAME} is damaged: " in examine(work_dir).problem
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_wrong_manifest_is_named_or_read(work_dir, seed):
-    draw, named = random.Random(seed), 0
+    draw, count = random.Random(seed), 0
     good = json.loads(make_manifest(7, updates=9).to_json())
     del good["digest"]
     for _ in range(120):
         content = wrong(draw, good)
         (work_dir / DAMAGED / FILE_NAME).write_bytes(content)
         try:
-            named += examine(work_dir).problem is not None
+            count += examine(work_dir).problem is not None
         except Exception as error:
             raise AssertionError(content[:3000]) from error
-    assert named > 40
+    assert count > 40
 
 
 def test_a_damaged_hint_is_no_hint(work_dir):

@@ -8,7 +8,7 @@ import pytest
 
 from unigen_ds.config.file import shipped_configs
 from unigen_ds.config.overrides import config_path
-from unigen_ds.core.choices import SHIPPED
+from unigen_ds.core.choices import SHIPPED_NAMES
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
 
@@ -147,16 +147,16 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path: Path) -> None:
     assert config_path("decoder_lm_90m").parts[-5:-1] == ("unigen_ds", "families", "decoder_lm", "configs")
     assert config_path("unified_digits").parts[-5:-1] == ("unigen_ds", "examples", "digits", "configs")
     assert load_config("decoder_lm_300m").model.llm.num_hidden_layers == 20
-    with pytest.raises(ConfigError, match="neither a file nor a shipped config") as caught:
+    with pytest.raises(ConfigError, match="neither a file nor a shipped config") as error:
         config_path(tmp_path / "other" / "decoder_lm_90m.py")
-    assert SHIPPED.replace(" or ", ", ") in str(caught.value)
+    assert SHIPPED_NAMES.replace(" or ", ", ") in str(error.value)
     with pytest.raises(ConfigError, match="did you mean 'unified_digits'"):
         config_path("unifed_digits")
-    assert sorted(shipped_configs()) == SHIPPED.replace(" or ", ", ").split(", ")
+    assert sorted(shipped_configs()) == SHIPPED_NAMES.replace(" or ", ", ").split(", ")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("override", "message"),
     [
         ("randomness.deterministic=True", "write env.deterministic"),
         ("train_dataloader.shuffle=False", "delete it"),
@@ -167,9 +167,9 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path: Path) -> None:
         ("log_level=5", "env.log_level"),
     ],
 )
-def test_keys_of_mmengines_that_a_file_may_not_have_are_refused(config_file: Path, given: str, message: str) -> None:
+def test_keys_of_mmengines_that_a_file_may_not_have_are_refused(config_file: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_settings(config_file, [given])
+        load_settings(config_file, [override])
 
 
 def test_none_of_mmengine_is_the_same_in_a_file_and_as_an_override(config_file: Path) -> None:

@@ -32,7 +32,7 @@ class RegisteredHook(Hook):
 class ImportedHook(Hook):
     pass
 """
-READ = "import sys; from unigen_ds.runner.settings.tree import load_settings; print(load_settings(sys.argv[1]).given)"
+READ = "import sys; from unigen_ds.runner.settings.tree import load_settings; print(load_settings(sys.argv[1]).config)"
 
 
 def test_a_config_that_imports_classes_is_copied_with_what_it_needs(
@@ -45,27 +45,27 @@ def test_a_config_that_imports_classes_is_copied_with_what_it_needs(
     values = plain_values(tiny_config(tmp_path / "run", tmp_path / "digits"))
     values["train_dataloader"].pop("dataset")
     data = f"dataset=dict(type=OwnDigits, root={str(tmp_path / 'digits')!r}, split='val')"
-    written = "".join(f"{key} = {value!r}\n" for key, value in values.items() if key != "custom_imports")
+    text = "".join(f"{key} = {value!r}\n" for key, value in values.items() if key != "custom_imports")
     path = tmp_path / "config.py"
     path.write_text(
-        f"from own_parts import ImportedHook, OwnDigits, RegisteredHook\n{written}train_dataloader.update({data})\n"
+        f"from own_parts import ImportedHook, OwnDigits, RegisteredHook\n{text}train_dataloader.update({data})\n"
         "custom_hooks = [dict(type=ImportedHook), dict(type=RegisteredHook)]\n"
     )
     settings = Settings.from_config(load_config(path))
     copy = tmp_path / "run" / "config.py"
     copy.parent.mkdir()
-    copy.write_text(config_text(settings.given))
+    copy.write_text(config_text(settings.config))
     command = [sys.executable, "-c", READ, str(copy)]
-    ended = subprocess.run(
+    process = subprocess.run(
         command, env={"PYTHONPATH": f"{Path.cwd()}:{tmp_path / 'modules'}"}, capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 0, ended.stderr
-    assert all(name in ended.stdout for name in ("OwnDigits", "RegisteredHook", "ImportedHook"))
+    assert process.returncode == 0, process.stderr
+    assert all(name in process.stdout for name in ("OwnDigits", "RegisteredHook", "ImportedHook"))
 
 
 def test_the_text_of_a_config_can_be_read_back(tmp_path: Path) -> None:
     """Also where a key is a keyword of Python or no name at all, and where a number is infinite."""
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "loss_weights": {"class": 0.5, "value": 1.0, "a'b": 2},
         "param_scheduler": [{"type": "LinearLR", "end": math.inf}],
         "launcher": ("one",),
@@ -74,5 +74,5 @@ def test_the_text_of_a_config_can_be_read_back(tmp_path: Path) -> None:
         "names": {"class": 1, "value": 2},
     }
     path = tmp_path / "config.py"
-    path.write_text(config_text(given), encoding="utf-8")
-    assert plain_values(read_file(path)) == given
+    path.write_text(config_text(values), encoding="utf-8")
+    assert plain_values(read_file(path)) == values

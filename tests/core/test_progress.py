@@ -14,11 +14,11 @@ BIG = Geometry(batch_size=64, accumulative_counts=2, dp_size=2)
 
 def run(geometry: Geometry, updates: int, start: Progress | None = None) -> list[Progress]:
     """Progress before the first and after every update."""
-    seen = [start or Progress()]
+    history = [start or Progress()]
     for _ in range(updates):
         size = geometry.global_batch_size
-        seen.append(seen[-1].advance(sequences=size, samples=size, tokens=10 * size, epoch=0, applied=True))
-    return seen
+        history.append(history[-1].advance(sequences=size, samples=size, tokens=10 * size, epoch=0, applied=True))
+    return history
 
 
 class TestGeometry:
@@ -49,17 +49,17 @@ class TestDuration:
         """interval=100 iterations, accumulation 3: it fires at 102, 201, 300, 402, ...: once per multiple."""
         geometry = Geometry(batch_size=4, accumulative_counts=3)
         interval = Ruler(geometry, 4000).duration(100, "iteration")
-        seen = run(geometry, 200)
-        fired = [b.iteration(geometry) for a, b in itertools.pairwise(seen) if interval.every(b, a)]
-        assert fired == [102, 201, 300, 402, 501, 600]
+        history = run(geometry, 200)
+        iterations = [b.iteration(geometry) for a, b in itertools.pairwise(history) if interval.every(b, a)]
+        assert iterations == [102, 201, 300, 402, 501, 600]
 
     def test_every_survives_a_change_of_geometry(self) -> None:
         """100 iterations of the first geometry stay 800 sequences, although the new update jumps over the multiple."""
         interval = Ruler(Geometry(8), 8000).duration(100, "iteration")
         before = run(Geometry(8), 95)[-1]
-        seen = run(Geometry(56), 30, start=before)
-        fired = [b.sequences for a, b in itertools.pairwise(seen) if interval.every(b, a)]
-        assert fired == [816, 1600, 2440]
+        history = run(Geometry(56), 30, start=before)
+        positions = [b.sequences for a, b in itertools.pairwise(history) if interval.every(b, a)]
+        assert positions == [816, 1600, 2440]
 
 
 class TestRuler:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.golden_files import BAGEL_META
+from tests.support.golden_files import BAGEL_META
 from unigen_ds.config.registry import FILTERS
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filters import CheckedRecord, RecordFilter
-from unigen_ds.data.datasets.overflow import Fitted, Overflow
+from unigen_ds.data.datasets.overflow import FittedSource, Overflow
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.data.index.index import Index
 from unigen_ds.data.order.order import GlobalOrder
@@ -130,7 +130,7 @@ def mixed_dataset(folder: Path, number: int = 40, **changes: Any) -> UnifiedGene
 def make_stream(datasets: list[Any], *, window: int | None = None, seq_length: int = 96, **more: Any) -> SequenceStream:
     overflow = more.pop("overflow", None)
     overflow = overflow if isinstance(overflow, Overflow) else Overflow(seq_length, overflow)
-    sizes = [len(Fitted(d, overflow)) for d in datasets]
+    sizes = [len(FittedSource(d, overflow)) for d in datasets]
     order = GlobalOrder(
         sizes,
         more.pop("weights", None),

@@ -55,8 +55,8 @@ def test_sources_in_turns_and_what_is_left_out_is_counted() -> None:
     processor = SimpleNamespace(tokenizer=SimpleNamespace(bos_id=0, eos_id=EOS))
     sources: Any = [Samples([good, bad, good, good]), Samples([Sample((ASKED,)), good, long])]
     data = Records(sources, ["a", "b"], processor)
-    found, left_out = ask(data, kind="text", max_samples=None, limit=20)
-    assert found == [(0, 0), (1, 1), (0, 2), (0, 3)] and left_out == {NO_ANSWER: 1, UNREADABLE: 1, TOO_LONG: 1}
+    pairs, left_out = ask(data, kind="text", max_samples=None, limit=20)
+    assert pairs == [(0, 0), (1, 1), (0, 2), (0, 3)] and left_out == {NO_ANSWER: 1, UNREADABLE: 1, TOO_LONG: 1}
     assert ask(data, kind="text", max_samples=2)[0] == [(0, 0), (1, 1)]
 
 

@@ -23,8 +23,8 @@ def bleu(share_right: float, *, checkpoint: str = "a", references: list[str] = R
     """A share of the predictions is right, the others have one wrong word."""
     metric = BLEU(**arguments.pop("settings", {}))
     right = round(share_right * len(references))
-    made = [one if n < right else one.replace("sat", "were") for n, one in enumerate(references)]
-    metric.update(made, references, [f"{n:02}" for n in range(len(references))])
+    predictions = [one if n < right else one.replace("sat", "were") for n, one in enumerate(references)]
+    metric.update(predictions, references, [f"{n:02}" for n in range(len(references))])
     return evaluated(metric, checkpoint=checkpoint, **arguments)
 
 
@@ -64,10 +64,10 @@ def test_results_are_read_back_as_they_were_and_wrong_files_are_named(tmp_path: 
     assert math.isnan(read.values["bleu"])
     assert read.provenance == result.provenance and "NaN" not in path.read_text(encoding="utf-8")
     plain = json.loads(path.read_text(encoding="utf-8"))
-    for broken in ("{", {"format": 2, "results": []}, {"format": 1, "results": [3]},
+    for content in ("{", {"format": 2, "results": []}, {"format": 1, "results": [3]},
                    {**plain, "results": [{**plain["results"][0], "provenance": {}}]},
                    {**plain, "results": [{**plain["results"][0], "values": {"x": "1"}}]}):  # fmt: skip
-        path.write_text(broken if isinstance(broken, str) else json.dumps(broken), encoding="utf-8")
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
         with pytest.raises(DataError, match=r"results.json (is no file of results|has results without metric)"):
             read_results(path)
     with pytest.raises(DataError, match="is no file of results"):

@@ -31,11 +31,11 @@ _WORDS = ("<s>", "</s>", "<unk>", *WORDS)
 
 def tokenizer(length: int = 16) -> PreTrainedTokenizerFast:
     """One token for each word, between <s> and </s>."""
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(_WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    inner = Tokenizer(models.WordLevel({word: n for n, word in enumerate(_WORDS)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>",
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>",
         model_max_length=length,
     )  # fmt: skip
 
@@ -119,10 +119,10 @@ def plain(colour: str, size: tuple[int, int] = (16, 16)) -> Image.Image:
 
 def noise(number: int, *, size: int = 12, seed: int = 0, bright: int = 256) -> list[Image.Image]:
     """Random pictures."""
-    drawn = torch.randint(
+    pixels = torch.randint(
         0, bright, (number, size, size, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8
     )
-    return [Image.fromarray(one.numpy()) for one in drawn]
+    return [Image.fromarray(one.numpy()) for one in pixels]
 
 
 class Convolution(nn.Module):

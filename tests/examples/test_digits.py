@@ -51,8 +51,8 @@ def report(work_dir: Path, data: Path, dataset: object) -> dict[str, Any]:
     changes = {"train_dataloader__dataset": dataset, "custom_hooks": [hook], "train_cfg": {"max_updates": 1}}
     Runner.from_cfg(tiny_config(work_dir, data, **{**changes, "param_scheduler": []})).train()
     assert (work_dir / "samples.png").is_file()
-    found: dict[str, Any] = json.loads((work_dir / "results.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads((work_dir / "results.json").read_text())
+    return results
 
 
 def test_the_hook_finds_the_digits_among_the_runs_data(digits: Path, tmp_path: Path) -> None:

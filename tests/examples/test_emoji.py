@@ -16,7 +16,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.examples.emoji.catalogue import OBJECTS, PEOPLE, Variant, edits, variants
 from unigen_ds.examples.emoji.dataset import LIMIT, EmojiClassifier, stored_picture, write_emoji
 from unigen_ds.examples.emoji.model import CosineAutoencoder
-from unigen_ds.examples.emoji.report_hook import Answer, answers_of, samples, scores, tasks
+from unigen_ds.examples.emoji.report_hook import GlyphAnswer, answers_of, samples, scores, tasks
 from unigen_ds.families.base import family_of
 from unigen_ds.inference.generated import to_picture
 from unigen_ds.runner import Runner
@@ -70,19 +70,19 @@ def tiny_config(work_dir: Path, root: Path, **overrides: Any) -> Any:
 
 def test_every_look_is_held_out_of_some_emoji_and_trained_with_many(root: Path) -> None:
     """And a held-out picture is in no training record, on neither side of an edit."""
-    held_out, trained = variants(held_out=True), variants(held_out=False)
+    held_out, rest = variants(held_out=True), variants(held_out=False)
     assert len(variants()) == 240 and len(held_out) == len(OBJECTS) + len(PEOPLE) == 36
-    assert {*held_out}.isdisjoint(trained) and Counter(v.emoji for v in held_out).most_common(1)[0][1] == 1
+    assert {*held_out}.isdisjoint(rest) and Counter(v.emoji for v in held_out).most_common(1)[0][1] == 1
     for looks in (Counter(v.look for v in held_out if v.emoji in group) for group in (OBJECTS, PEOPLE)):
         assert max(looks.values()) - min(looks.values()) <= 1
     hidden = {variant.file for variant in held_out}
     words = {text for variant in held_out for text in (variant.request(), variant.caption())}
     for task in ("draw", "read", "edit"):
-        shown = [conversation(line) for line in lines(root, f"{task}_train")]
-        assert shown and hidden.isdisjoint(value for turns in shown for value in turns)
-        assert words.isdisjoint(value for turns in shown for value in turns)
-        answered = [conversation(line) for line in lines(root, f"{task}_val")]
-        assert hidden == {turns[0 if task == "read" else -1] for turns in answered}
+        training = [conversation(line) for line in lines(root, f"{task}_train")]
+        assert training and hidden.isdisjoint(value for turns in training for value in turns)
+        assert words.isdisjoint(value for turns in training for value in turns)
+        validation = [conversation(line) for line in lines(root, f"{task}_val")]
+        assert hidden == {turns[0 if task == "read" else -1] for turns in validation}
     assert len(lines(root, "edit_val")) == 72 and all(b.held_out and not a.held_out for a, b in edits(held_out=True))
 
 
@@ -95,23 +95,23 @@ def conversation(line: str) -> list[str]:
 
 
 def test_the_classifier_refuses_wrong_pictures(classifier: EmojiClassifier, root: Path) -> None:
-    asked, hand, umbrella = Variant("car", "blue"), Variant("hand", "medium"), Variant("umbrella")
-    assert not classifier.right(stored_picture(root, Variant("fish", "blue")), asked)
+    car, hand, umbrella = Variant("car", "blue"), Variant("hand", "medium"), Variant("umbrella")
+    assert not classifier.right(stored_picture(root, Variant("fish", "blue")), car)
     other = stored_picture(root, Variant("car", "purple"))
-    assert not classifier.right(other, asked) and classifier.nearest(other) == Variant("car", "purple")
+    assert not classifier.right(other, car) and classifier.nearest(other) == Variant("car", "purple")
     assert not classifier.right(stored_picture(root, Variant("hand", "medium dark")), hand)
     near = stored_picture(root, Variant("umbrella", "purple"))
     assert classifier.error(near, umbrella) < LIMIT and not classifier.right(near, umbrella), "not the nearest"
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     for image in (Image.new("RGB", (32, 32), "white"), Image.fromarray(noise)):
         assert not any(classifier.right(image, variant) for variant in variants()[::9])
-    assert classifier.error(Image.new("RGB", (32, 32), "white"), asked) == pytest.approx(1.0)
-    assert passed(classifier, root, blocks=2) > 0.9 and passed(classifier, root, blocks=4) < 0.2
+    assert classifier.error(Image.new("RGB", (32, 32), "white"), car) == pytest.approx(1.0)
+    assert pass_rate(classifier, root, blocks=2) > 0.9 and pass_rate(classifier, root, blocks=4) < 0.2
     with pytest.raises(DataError, match="16 x 16"):
         classifier.nearest(Image.new("RGB", (16, 16)))
 
 
-def passed(classifier: EmojiClassifier, root: Path, *, blocks: int) -> float:
+def pass_rate(classifier: EmojiClassifier, root: Path, *, blocks: int) -> float:
     """The share of true pictures that are still right in blocks of so many pixels."""
 
     def coarse(image: Image.Image) -> Image.Image:
@@ -127,14 +127,14 @@ def test_the_report_counts_right_and_wrong_ones(root: Path) -> None:
         "draw": 72, "draw_new": 36, "edit_new": 72, "read": 72, "read_new": 36
     }  # fmt: skip
 
-    def answers(shown: Any) -> list[Answer]:
+    def answers(look: Any) -> list[GlyphAnswer]:
         values = [
-            (task, shown(task).caption() if task.group.startswith("read") else stored_picture(root, shown(task)))
+            (task, look(task).caption() if task.group.startswith("read") else stored_picture(root, look(task)))
             for task in tasks()
         ]
         return answers_of(values, root)
 
-    perfect, lazy = answers(lambda task: task.asked), answers(lambda task: task.before or Variant(task.asked.emoji))
+    perfect, lazy = answers(lambda task: task.target), answers(lambda task: task.before or Variant(task.target.emoji))
     best, worst = scores(perfect), scores(lazy)
     assert all(best[f"{group}_accuracy"] == 1.0 for group in ("draw", "draw_new", "edit_new", "read", "read_new"))
     assert worst["edit_new_accuracy"] == worst["draw_new_accuracy"] == worst["read_new_accuracy"] == 0
@@ -147,6 +147,7 @@ def red(sheet: Image.Image) -> int:
     return int((np.asarray(sheet) == (255, 0, 0)).all(-1).sum())
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trained, evaluated and previewed by the shipped config; resumed from its middle it is the same run."""
     few = tasks()[::20]
@@ -157,8 +158,8 @@ def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pyt
     assert results["flow"]["num_timesteps"] == 2
     for name in ("samples.png", "previews/2.png"):
         assert (tmp_path / "whole" / name).is_file(), name
-    evaluated = [line for line in metrics(tmp_path / "whole") if line.get("event") == "evaluation"]
-    assert evaluated[-1]["val/emoji_error"] >= 0 and {"val/loss/image/emoji_edit_val"} <= evaluated[-1].keys()
+    evaluations = [line for line in metrics(tmp_path / "whole") if line.get("event") == "evaluation"]
+    assert evaluations[-1]["val/emoji_error"] >= 0 and {"val/loss/image/emoji_edit_val"} <= evaluations[-1].keys()
 
     Runner.from_cfg(tiny_config(tmp_path / "cut", root), max_updates=2).train()
     assert not (tmp_path / "cut" / "results.json").exists(), "a run that was stopped has nothing to report"
@@ -179,9 +180,9 @@ def test_the_autoencoder_keeps_what_makes_an_emoji(classifier: EmojiClassifier, 
     vae, right, errors = CosineAutoencoder(), [], []
     for variant in variants():
         pixels = to_tensor(stored_picture(root, variant))
-        restored = vae.decode(vae.encode(pixels[None], torch.zeros(())))[0]
-        errors.append(float((restored.clamp(-1, 1) - pixels).square().mean()) / 4)
-        right.append(classifier.right(to_picture(restored), variant))
+        output = vae.decode(vae.encode(pixels[None], torch.zeros(())))[0]
+        errors.append(float((output.clamp(-1, 1) - pixels).square().mean()) / 4)
+        right.append(classifier.right(to_picture(output), variant))
     assert np.mean(-10 * np.log10(errors)) >= 26 and np.mean(right) == 1.0
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.engines import pictures, texts
-from tests.end_to_end.engines.model_cases import FLUX, VLM
+from tests.end_to_end.engines.jobs import pictures, texts
+from tests.end_to_end.engines.jobs.model_cases import FLUX, VLM
 from tests.families import tiny_transformers
-from tests.golden_files import GOLDEN
+from tests.support.golden_files import GOLDEN
 from tests.tiny import tiny_config
 
 UPDATES, MICRO_BATCHES = 3, 2
@@ -54,13 +54,11 @@ class Case:
         return "fp32" if self.kind == "resume" else "bf16"
 
 
-CASES = [
+CASES = {case.name: case for case in (
     Case("unified", "single"), Case("unified", "offload_published"), Case("vlm", "full_shard"), Case("vlm", "resume"),
     *(Case("decoder_lm", kind) for kind in ("offload", "resume", "no_shard", "hybrid")),
     Case("qwen3", "full_shard"), Case("llava", "single"),
-]  # fmt: skip
-FEW = [case for case in CASES if case.name in ("unified-offload_published", "llava-single")]
-"""Of ``make test``: an own model and one of transformers, two processes and one."""
+)}  # fmt: skip
 TRANSFORMERS = ("qwen3", "llava")
 """Models of transformers: rows of several documents, and images."""
 
@@ -121,7 +119,7 @@ def config(case: Case, work_dir: Path, data: Path, *, on_cpu: bool = False, **ov
     arguments = {"type": "AdamW", "lr": 1e-3}
     if case.kind == "resume":
         arguments["fused"] = True
-    given = {
+    options = {
         **_model(case, data),
         "backend": {"type": "single"} if on_cpu else _backend(case),
         "train_dataloader__dataset": [source, source] if case.kind == "single" else source,
@@ -138,4 +136,4 @@ def config(case: Case, work_dir: Path, data: Path, *, on_cpu: bool = False, **ov
         "default_hooks__logger__interval": 1000,
         **overrides,
     }
-    return tiny_config(work_dir, data, **given)
+    return tiny_config(work_dir, data, **options)

@@ -116,10 +116,10 @@ def _move_states_to_device(params: list[Any], buffers: list[Any], device: torch.
     for tensor in (*params, *buffers):
         if tensor.device != device and tensor.device.type != "meta":
             with torch.no_grad():
-                moved = tensor.to(device)
+                copy = tensor.to(device)
             if isinstance(tensor, torch.nn.Parameter):
-                moved = torch.nn.Parameter(moved, tensor.requires_grad)
-            _swap(tensor, moved)
+                copy = torch.nn.Parameter(copy, tensor.requires_grad)
+            _swap(tensor, copy)
 
 
 def install(library: Path) -> None:
@@ -165,7 +165,7 @@ def install(library: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
+def replace(owner: Any, name: str, value: Any) -> Iterator[Any]:
     """``owner.name`` is ``value`` inside; yields what it was."""
     before = getattr(owner, name)
     setattr(owner, name, value)

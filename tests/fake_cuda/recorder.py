@@ -90,17 +90,17 @@ class Recorder(TorchDispatchMode):
             device = kwargs.get("device")
             if device is not None:
                 host = args[0] if args[0].device.type == "cpu" else None
-                self._copied(args[0].device.type, torch.device(device).type, kwargs.get("non_blocking"), host)
+                self._record_copy(args[0].device.type, torch.device(device).type, kwargs.get("non_blocking"), host)
                 if args[0].device.type == "cuda" and torch.device(device).type == "cpu":
                     assert "pin_memory" not in kwargs or not kwargs["pin_memory"]
         elif name == "copy_":
             to, source = args[:2]
             host = source if source.device.type == "cpu" else to
             blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            self._copied(source.device.type, to.device.type, not blocking, host)
+            self._record_copy(source.device.type, to.device.type, not blocking, host)
         elif name == "_foreach_copy_":
             for to, source in zip(args[0], args[1], strict=True):
-                self._copied(source.device.type, to.device.type, len(args) > 2 and args[2], None)
+                self._record_copy(source.device.type, to.device.type, len(args) > 2 and args[2], None)
         elif name in _SIZED_BY_VALUES:
             self.note(name)
         elif name in _BY_INDEX:
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         elif name == "repeat_interleave" and not kwargs.get("output_size"):
             self.note("repeat_interleave without output_size")
 
-    def _copied(self, source: str, to: str, non_blocking: Any, host: Tensor | None) -> None:
+    def _record_copy(self, source: str, to: str, non_blocking: Any, host: Tensor | None) -> None:
         """A copy to the host is recorded unless it is asynchronous; so is one to the device."""
         if source == to:
             return
@@ -130,11 +130,11 @@ class Recorder(TorchDispatchMode):
             return self._is_pinned(x)
         assert x.device.type == "cpu", x.device
         if isinstance(x, FakeTensor):
-            pinned = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")  # its values do not matter
+            copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")  # its values do not matter
         else:
-            pinned = x.clone()
-        self._pinned[pinned.untyped_storage().data_ptr()] = pinned.untyped_storage()
-        return pinned
+            copy = x.clone()
+        self._pinned[copy.untyped_storage().data_ptr()] = copy.untyped_storage()
+        return copy
 
     def _is_pinned(self, x: Tensor) -> bool:
         return not isinstance(x, FakeTensor) and x.untyped_storage().data_ptr() in self._pinned

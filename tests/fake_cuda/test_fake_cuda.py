@@ -1,7 +1,4 @@
-"""Training on a pretended CUDA device, through ``Runner``: what the host waits for, and where everything is.
-
-Every case of ``cases.py`` runs in a process of its own (``worker.py``); the tests look at what it reported.
-"""
+"""Training on a pretended CUDA device (``worker.py``): what the host waits for, where tensors are."""
 
 from __future__ import annotations
 
@@ -17,25 +14,19 @@ import pytest
 
 from tests.fake_cuda import cases
 from tests.fake_cuda.device import compile_shim
-from tests.processes import ENVIRONMENT, ROOT, run
+from tests.support.processes import ENVIRONMENT, ROOT, run
 
 LIMIT_S, AT_ONCE = 900, 2
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(LIMIT_S + 60)]
 
 
-def case_of(name: str) -> cases.Case:
-    return next(case for case in cases.CASES if case.name == name)
-
-
-ALL = [pytest.param(case.name, marks=[pytest.mark.slow] * (case not in cases.FEW)) for case in cases.CASES]
-SHARDED = [name for name in ALL if case_of(name.values[0]).world > 1]
+SHARDED = [name for name, case in cases.CASES.items() if case.world > 1]
 Report = dict[str, Any]
 Reports = Callable[[str], Report]
 
 READ_NORM = "value read"
 LOG = {
     ("value read", "hooks/log/logger.py:<listcomp>"), ("value read", "hooks/log/logger.py:_read_norms"),
-    ("value read", "hooks/log/source_losses.py:<listcomp>"),
 }  # fmt: skip
 """At a log line, and after the first update from published weights: the loss terms, those of each source, the norm."""
 EPOCH = {("value read", "hooks/log/logger.py:settle")}
@@ -64,37 +55,37 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("fake_cuda")
     library = compile_shim(folder)
     cases.write_data(folder / "data")
-    chosen = sorted({item.callspec.params["name"] for item in request.session.items if item.path == request.path})
+    names = sorted({item.callspec.params["name"] for item in request.session.items if item.path == request.path})
 
     def start(name: str, *library: Path) -> str:
         command = [sys.executable, "-m", "tests.fake_cuda.worker", name, folder, *library]
-        done = run(command, cwd=ROOT, text=True, timeout=LIMIT_S, env=ENVIRONMENT)
-        return done.stderr[-3000:] if done.returncode else ""
+        process = run(command, cwd=ROOT, text=True, timeout=LIMIT_S, env=ENVIRONMENT)
+        return process.stderr[-3000:] if process.returncode else ""
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        failed = [*threads.map(start, [name for name in chosen if name.endswith("-resume")])]
-        assert not any(failed), failed
-        errors = dict(zip(chosen, threads.map(lambda name: start(name, library), chosen), strict=True))
+        failures = [*threads.map(start, [name for name in names if name.endswith("-resume")])]
+        assert not any(failures), failures
+        errors = dict(zip(names, threads.map(lambda name: start(name, library), names), strict=True))
 
     @cache
     def report(name: str) -> Report:
         assert not errors[name], errors[name]
-        found: Report = json.loads((folder / f"{name}.json").read_text())
-        return found
+        report: Report = json.loads((folder / f"{name}.json").read_text())
+        return report
 
     return report
 
 
 def waits(report: Report, phase: str) -> dict[tuple[str, str], int]:
     """Of the phases whose names begin so: (what, where) -> how often."""
-    found: dict[tuple[str, str], int] = {}
+    numbers: dict[tuple[str, str], int] = {}
     for at, what, where, number in report["waits"]:
         if at.startswith(phase):
-            found[what, where] = found.get((what, where), 0) + number
-    return found
+            numbers[what, where] = numbers.get((what, where), 0) + number
+    return numbers
 
 
-def allowed(report: Report, case: cases.Case) -> dict[str, dict[tuple[str, str], int]]:
+def allowance(report: Report, case: cases.Case) -> dict[str, dict[tuple[str, str], int]]:
     """Every wait of an update that neither logs nor saves, by phase."""
     if not case.offload:
         return {"step": {(READ_NORM, "backends/torch_optimizer.py:step"): 1}}
@@ -107,42 +98,42 @@ def allowed(report: Report, case: cases.Case) -> dict[str, dict[tuple[str, str],
     return {"micro-batch 1": copies}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", cases.CASES)
 def test_the_host_waits_once_an_update(reports: Reports, name: str) -> None:
-    report, case = reports(name), case_of(name)
+    report, case = reports(name), cases.CASES[name]
     first = cases.RESUMED_AT + 1 if case.kind == "resume" else 1
-    expected = allowed(report, case)
+    expected = allowance(report, case)
     for update in range(first, cases.UPDATES + 1):
         for phase in ("micro-batch 0", "micro-batch 1", "step"):
-            found = waits(report, f"update {update}, {phase}")
+            numbers = waits(report, f"update {update}, {phase}")
             if case.model in cases.TRANSFORMERS and (update, phase) == (1, "micro-batch 0"):
-                found = {wait: number for wait, number in found.items() if wait not in PACKING}
+                numbers = {wait: number for wait, number in numbers.items() if wait not in PACKING}
             if case.model == "llava":
-                found.pop(IMAGE_TOKENS, None)
-            assert found == expected.get(phase, {}), (update, phase)
+                numbers.pop(IMAGE_TOKENS, None)
+            assert numbers == expected.get(phase, {}), (update, phase)
     of_epoch = LOG | EPOCH if case.kind == "hybrid" else set()  # its updates have more sequences than an epoch
     assert set(waits(report, f"update {first}, hooks")) <= LOG | of_epoch
-    replayed = {IMAGE_TOKENS} if case.model == "llava" else set()
-    assert set(waits(report, f"update {cases.UPDATES}, hooks")) <= LOG | SAVE | replayed
+    replay = {IMAGE_TOKENS} if case.model == "llava" else set()
+    assert set(waits(report, f"update {cases.UPDATES}, hooks")) <= LOG | SAVE | replay
     if first == 1:
         assert set(waits(report, "update 2, hooks")) <= of_epoch
     assert report["updates"] == cases.UPDATES and (case.model in cases.TRANSFORMERS or report["attention_calls"] > 0)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", cases.CASES)
 def test_device_and_dtype_of_everything(reports: Reports, name: str) -> None:
-    report, case = reports(name), case_of(name)
+    report, case = reports(name), cases.CASES[name]
     tensors = report["tensors"]
     kinds = {kind: set(values.values()) for kind, values in tensors.items()}
-    pinned, held = ("cpu float32 pinned", "cpu float32") if case.offload else ("cuda float32",) * 2
-    low = "cuda bfloat16" if case.kind == "single" else held
-    assert kinds["parameters"] <= {low, pinned}
-    assert kinds["masters"] == {pinned} and set(report["saved"]["masters"]) == {pinned}
-    assert kinds["moments"] == kinds["ema"] == {held} and report["saved"]["hooks"] == {"ema": [held]}
-    assert kinds["steps"] == {held if report["fused"] else "cpu float32"}
-    trained = set(tensors["trainable"])
-    assert set(tensors["masters"]) == set(tensors["ema"]) <= trained and trained == set(tensors["steps"])
-    assert {key.partition("|")[2] for key in tensors["moments"]} == trained
+    master_kind, moment_kind = ("cpu float32 pinned", "cpu float32") if case.offload else ("cuda float32",) * 2
+    low = "cuda bfloat16" if case.kind == "single" else moment_kind
+    assert kinds["parameters"] <= {low, master_kind}
+    assert kinds["masters"] == {master_kind} and set(report["saved"]["masters"]) == {master_kind}
+    assert kinds["moments"] == kinds["ema"] == {moment_kind} and report["saved"]["hooks"] == {"ema": [moment_kind]}
+    assert kinds["steps"] == {moment_kind if report["fused"] else "cpu float32"}
+    names = set(tensors["trainable"])
+    assert set(tensors["masters"]) == set(tensors["ema"]) <= names and names == set(tensors["steps"])
+    assert {key.partition("|")[2] for key in tensors["moments"]} == names
     numbers = {"cuda int64"} if case.model == "llava" else set()  # the positions of its vision tower
     assert kinds["buffers"] | kinds["other"] <= {"cuda float32"} | numbers
     if case.model == "unified":
@@ -155,7 +146,7 @@ def test_device_and_dtype_of_everything(reports: Reports, name: str) -> None:
 @pytest.mark.parametrize("name", SHARDED)
 def test_gradient_collectives(reports: Reports, name: str) -> None:
     """One a unit and micro-batch where gradients are sharded at once; one a unit and update where that is promised."""
-    report, case = reports(name), case_of(name)
+    report, case = reports(name), cases.CASES[name]
     units = len(report["whole_parameters"])
     per_phase = {
         at.removeprefix("update 2, "): number
@@ -173,7 +164,7 @@ REDUCE = "allreduce_ cuda"
 @pytest.mark.parametrize("name", SHARDED)
 def test_processes_and_groups(reports: Reports, name: str) -> None:
     """A rank makes its own groups, whatever the number of processes; no unit is whole on the device with another."""
-    report, case = reports(name), case_of(name)
+    report, case = reports(name), cases.CASES[name]
     expected = {"backend": "cpu:gloo,cuda:nccl", "device_id": "None", "timeout": "0:01:17"}
     assert report["init_process_group"] == expected
     assert report["groups"] == {"no_shard": 1, "hybrid": 2}.get(case.kind, 0)
@@ -188,7 +179,7 @@ _OBJECTS = ("broadcast_ ", "gather_ ", "allgather_ ", "scatter_ ")
 @pytest.mark.parametrize("name", SHARDED)
 def test_objects_are_sent_from_the_host(reports: Reports, name: str) -> None:
     """Over gloo, beside NCCL: the plan of the start, names, outcomes; so are the counts of every update."""
-    found = {what for _, what, _ in reports(name)["collectives"]}
-    objects = {what for what in found if what.startswith(_OBJECTS)}
+    calls = {what for _, what, _ in reports(name)["collectives"]}
+    objects = {what for what in calls if what.startswith(_OBJECTS)}
     assert objects and {what.partition(" ")[2] for what in objects} == {"cpu"}, objects
-    assert "allreduce_ cpu" in found
+    assert "allreduce_ cpu" in calls

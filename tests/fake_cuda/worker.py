@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.fake_cuda import cases, device
-from tests.fake_cuda.device import replaced
+from tests.fake_cuda.device import replace
 from tests.fake_cuda.recorder import Recorder
 from unigen_ds.checkpoint import saver
 from unigen_ds.hooks.evaluate.ema import ema_of
@@ -44,60 +44,60 @@ def run_case(case: cases.Case, library: Path, out: Path) -> Found:
         )  # fmt: skip
     device.install(library)
     recorder = Recorder()
-    found: Found = {"groups": 0, "whole_parameters": []}
+    facts: Found = {"groups": 0, "whole_parameters": []}
     with contextlib.ExitStack() as stack:
         for replacement in (fake_processes, sharding, flex_stand_in, saving_ends_here):
-            stack.enter_context(replacement(found))
+            stack.enter_context(replacement(facts))
         stack.enter_context(phases(recorder))
         stack.enter_context(recorder)
         runner = Runner.from_cfg(cases.config(case, out / case.name, out / "data", **resume), max_updates=cases.UPDATES)
         recorder.phase = "restore"
-        found["restored"] = runner.progress.updates
-        with replaced(runner.backend, "step", functools.partial(step, runner, recorder, runner.backend.step)):
+        facts["restored"] = runner.progress.updates
+        with replace(runner.backend, "step", functools.partial(step, runner, recorder, runner.backend.step)):
             runner.train()
-            found["tensors"] = tensors(runner)
-            found["stale"] = stale_masters(runner)
-    found["waits"] = [[*key, number] for key, number in sorted(recorder.waits.items())]
-    found["collectives"] = [[*key, number] for key, number in sorted(recorder.collectives.items())]
-    found["updates"] = runner.progress.updates
-    found["fused"] = bool(runner.backend._optimizer.defaults.get("fused"))  # type: ignore[attr-defined]
-    return found
+            facts["tensors"] = tensors(runner)
+            facts["stale"] = stale_masters(runner)
+    facts["waits"] = [[*key, number] for key, number in sorted(recorder.waits.items())]
+    facts["collectives"] = [[*key, number] for key, number in sorted(recorder.collectives.items())]
+    facts["updates"] = runner.progress.updates
+    facts["fused"] = bool(runner.backend._optimizer.defaults.get("fused"))  # type: ignore[attr-defined]
+    return facts
 
 
 # ---- what is replaced -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def fake_processes(found: Found) -> Iterator[None]:
+def fake_processes(facts: Found) -> Iterator[None]:
     """Process groups of torch's "fake" kind: this process is rank 0, the others are pretended."""
 
     def init_process_group(backend: str, **options: Any) -> None:
-        found["init_process_group"] = {"backend": backend, **{k: str(options.get(k)) for k in ("device_id", "timeout")}}
+        facts["init_process_group"] = {"backend": backend, **{k: str(options.get(k)) for k in ("device_id", "timeout")}}
         real("fake", store=FakeStore(), rank=0, world_size=int(os.environ["WORLD_SIZE"]))
 
     def new_group(*arguments: Any, **options: Any) -> Any:
-        found["groups"] += 1
-        found["group_timeout"] = str(options.get("timeout"))
+        facts["groups"] += 1
+        facts["group_timeout"] = str(options.get("timeout"))
         return new(*arguments, **options)
 
     with (
-        replaced(td, "init_process_group", init_process_group) as real,
-        replaced(td, "new_group", new_group) as new,
-        replaced(device_mesh, "new_group", new_group),
+        replace(td, "init_process_group", init_process_group) as real,
+        replace(td, "new_group", new_group) as new,
+        replace(device_mesh, "new_group", new_group),
     ):
         yield
 
 
 @contextlib.contextmanager
-def sharding(found: Found) -> Iterator[None]:
+def sharding(facts: Found) -> Iterator[None]:
     """Note how many whole parameters are on the device when the next unit is sharded."""
 
     def shard(module: Any, **settings: Any) -> Any:
         whole = [p for p in module.parameters() if not isinstance(p, DTensor) and p.device.type == "cuda"]
-        found["whole_parameters"].append(len(whole))
+        facts["whole_parameters"].append(len(whole))
         return real(module, **settings)
 
-    with replaced(fsdp, "fully_shard", shard) as real:
+    with replace(fsdp, "fully_shard", shard) as real:
         yield
 
 
@@ -116,7 +116,7 @@ class Attention(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def flex_stand_in(found: Found) -> Iterator[None]:
+def flex_stand_in(facts: Found) -> Iterator[None]:
     """``torch.compile`` cannot finish for "cuda": the compiled attention checks its arguments and has their shapes."""
 
     def attend(q: Any, k: Any, v: Any, *, block_mask: Any, enable_gqa: bool) -> Any:
@@ -128,28 +128,28 @@ def flex_stand_in(found: Found) -> Iterator[None]:
         place = torch.zeros(1, dtype=torch.int32, device=q.device)
         mask = block_mask.mask_mod(place, place, place, place)
         assert mask.dtype == torch.bool and mask.device == q.device == k.device == v.device
-        found["attention_calls"] = found.get("attention_calls", 0) + 1
+        facts["attention_calls"] = facts.get("attention_calls", 0) + 1
         return Attention.apply(q, k, v)
 
     def compile_(function: Any, **options: Any) -> Any:
         return functools.wraps(function)(attend) if function is flex_attention else real(function, **options)
 
-    with replaced(torch, "compile", compile_) as real:
+    with replace(torch, "compile", compile_) as real:
         yield
 
 
 @contextlib.contextmanager
-def saving_ends_here(found: Found) -> Iterator[None]:
+def saving_ends_here(facts: Found) -> Iterator[None]:
     """Saving ends where the shards are handed over to be written: no file gets a value of the pretended device."""
 
     def save(work_dir: Any, name: str, *, backend: Any, hook_shards: Any, **_: Any) -> Any:
-        found["saved"] = {
-            "masters": sorted({described(shard.data) for shard in backend.master_shards()}),
-            "hooks": {key: sorted({described(s.data) for s in shards}) for key, shards in hook_shards.items()},
+        facts["saved"] = {
+            "masters": sorted({describe(shard.data) for shard in backend.master_shards()}),
+            "hooks": {key: sorted({describe(s.data) for s in shards}) for key, shards in hook_shards.items()},
         }
         return work_dir / name
 
-    with replaced(saver, "save", save):
+    with replace(saver, "save", save):
         yield
 
 
@@ -157,7 +157,7 @@ def saving_ends_here(found: Found) -> Iterator[None]:
 def phases(recorder: Recorder) -> Iterator[None]:
     """Name what the loop is doing: ``update 2, micro-batch 1``, ``update 2, hooks``."""
 
-    def called(self: Runner, point: str, *arguments: Any) -> None:
+    def call(self: Runner, point: str, *arguments: Any) -> None:
         number = self.progress.updates + (0 if point == "after_update" else 1)
         if point in ("before_update", "after_update"):
             recorder.phase = f"update {number}, hooks"
@@ -167,7 +167,7 @@ def phases(recorder: Recorder) -> Iterator[None]:
             recorder.phase = f"update {number}, micro-batch {arguments[0]}"
         real(self, point, *arguments)
 
-    with replaced(Runner, "_call", called) as real:
+    with replace(Runner, "_call", call) as real:
         yield
 
 
@@ -180,7 +180,7 @@ def step(runner: Runner, recorder: Recorder, real: Any) -> Any:
 # ---- what a run holds -----------------------------------------------------------------------------------------------
 
 
-def described(tensor: Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     """``cuda float32``, of the local part of a DTensor; ``pinned`` where it is page-locked."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     pinned = local.device.type == "cpu" and local.numel() > 0 and local.is_pinned()
@@ -197,15 +197,15 @@ def tensors(runner: Runner) -> dict[str, dict[str, str]]:
     }
     ema = ema_of(runner)
     return {
-        "parameters": {name: described(p) for name, p in backend.model.named_parameters()},
+        "parameters": {name: describe(p) for name, p in backend.model.named_parameters()},
         "trainable": {name: "" for name, p in backend.model.named_parameters() if p.requires_grad},
-        "masters": {shard.name: described(shard.data) for shard in backend.master_shards()},
-        "moments": {f"{k}|{n}": described(t) for (k, n), t in state.items() if k != "step"},
-        "steps": {n: described(t) for (k, n), t in state.items() if k == "step"},
-        "ema": {shard.name: described(shard.data) for shard in ema.average.shards} if ema else {},
-        "buffers": {name: described(b) for name, b in backend.model.named_buffers()},
+        "masters": {shard.name: describe(shard.data) for shard in backend.master_shards()},
+        "moments": {f"{k}|{n}": describe(t) for (k, n), t in state.items() if k != "step"},
+        "steps": {n: describe(t) for (k, n), t in state.items() if k == "step"},
+        "ema": {shard.name: describe(shard.data) for shard in ema.average.shards} if ema else {},
+        "buffers": {name: describe(b) for name, b in backend.model.named_buffers()},
         "other": {
-            f"{name}.{key}": described(value)
+            f"{name}.{key}": describe(value)
             for name, module in backend.model.named_modules()
             for key, value in vars(module).items()
             if isinstance(value, Tensor)
@@ -217,21 +217,21 @@ def stale_masters(runner: Runner) -> int | None:
     """Masters whose memory is no longer that which ``master_data`` collected at the start; None on the device, where
     tensors have no address.
     """
-    collected, now = runner.backend.master_data(), [shard.data for shard in runner.backend.master_shards()]
+    start, now = runner.backend.master_data(), [shard.data for shard in runner.backend.master_shards()]
     if any(tensor.device.type == "cuda" for tensor in now):
         return None
-    return sum(a.data_ptr() != b.data_ptr() for a, b in zip(collected, now, strict=True))
+    return sum(a.data_ptr() != b.data_ptr() for a, b in zip(start, now, strict=True))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     name, out, *library = sys.argv[1:]
-    case = next(case for case in cases.CASES if case.name == name)
+    case = cases.CASES[name]
     if library:
         (Path(out) / f"{name}.json").write_text(json.dumps(run_case(case, Path(library[0]), Path(out))))
     else:
-        given = cases.config(case, Path(out) / f"{name}-cpu", Path(out) / "data", on_cpu=True)
-        Runner.from_cfg(given, max_updates=cases.RESUMED_AT).train()
+        settings = cases.config(case, Path(out) / f"{name}-cpu", Path(out) / "data", on_cpu=True)
+        Runner.from_cfg(settings, max_updates=cases.RESUMED_AT).train()
 
 
 if __name__ == "__main__":

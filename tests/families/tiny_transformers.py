@@ -177,5 +177,5 @@ def write_images(folder: Path, kind: str) -> Path:
 
 
 def _write_ends(folder: Path) -> None:
-    stored = {"eos_token_id": [3, SPECIAL.index("<|im_end|>")], "pad_token_id": 0}
-    (folder / "generation_config.json").write_text(json.dumps(stored), encoding="utf-8")
+    values = {"eos_token_id": [3, SPECIAL.index("<|im_end|>")], "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(values), encoding="utf-8")

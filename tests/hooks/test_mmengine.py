@@ -31,13 +31,13 @@ RECORDS = [{"text": words(4, k)} for k in range(8)]
 class Recorder(mmengine.hooks.Hook):
     """Where it was called, and what the runner showed there."""
 
-    seen: list[tuple[Any, ...]] = []  # noqa: RUF012 - a new one for each test
+    calls: list[tuple[Any, ...]] = []  # noqa: RUF012 - a new one for each test
     outputs: list[dict[str, float]] = []  # noqa: RUF012
 
     def _record(self, point: str, runner: Any, *extra: Any) -> None:
         info = runner.message_hub.runtime_info
         hub = tuple(info.get(key) for key in ("iter", "epoch", "max_iters", "loop_stage"))
-        self.seen.append((point, runner.iter, runner.epoch, runner.max_iters, runner.max_epochs, hub, *extra))
+        self.calls.append((point, runner.iter, runner.epoch, runner.max_iters, runner.max_epochs, hub, *extra))
 
     def before_train(self, runner: Any) -> None:
         self._record("before_train", runner)
@@ -71,7 +71,7 @@ class Toy(BaseModel):
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
-    Recorder.seen, Recorder.outputs = [], []
+    Recorder.calls, Recorder.outputs = [], []
 
 
 def run(folder: Path, *hooks: dict[str, Any], **overrides: Any) -> Runner:
@@ -85,7 +85,7 @@ def run(folder: Path, *hooks: dict[str, Any], **overrides: Any) -> Runner:
 
 def of_mmengine(folder: Path, *, train_cfg: dict[str, Any]) -> list[tuple[Any, ...]]:
     """What the same hook sees in mmengine's own Runner: 8 records in batches of one."""
-    Recorder.seen = []
+    Recorder.calls = []
     mmengine.runner.Runner(
         model=Toy(),
         work_dir=str(folder),
@@ -96,23 +96,23 @@ def of_mmengine(folder: Path, *, train_cfg: dict[str, Any]) -> list[tuple[Any, .
         default_hooks=dict(checkpoint=None, logger=None),
         experiment_name=folder.name,
     ).train()
-    return Recorder.seen
+    return Recorder.calls
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_iters": 11}])
 def test_a_hook_sees_what_mmengines_own_runner_shows(tmp_path: Path, limit: dict[str, int]) -> None:
     by_epoch = "max_epochs" in limit
-    wanted = of_mmengine(tmp_path / "mm", train_cfg=dict(by_epoch=by_epoch, **limit))
-    Recorder.seen = []
+    expected = of_mmengine(tmp_path / "mm", train_cfg=dict(by_epoch=by_epoch, **limit))
+    Recorder.calls = []
     run(tmp_path / "here", dict(type=Recorder), train_cfg=limit)
 
-    def comparable(seen: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def comparable(calls: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         # an iteration loop has one epoch there, which never ends; ours are passes over the data
-        kept = [s for s in seen if by_epoch or not s[0].endswith("_epoch")]
-        return kept if by_epoch else [(s[0], s[1], s[3], s[5][0], s[5][2:], *s[6:]) for s in kept]
+        rest = [s for s in calls if by_epoch or not s[0].endswith("_epoch")]
+        return rest if by_epoch else [(s[0], s[1], s[3], s[5][0], s[5][2:], *s[6:]) for s in rest]
 
-    assert comparable(Recorder.seen) == comparable(wanted)
-    assert {seen[0] for seen in comparable(wanted)} >= {"before_train", "before_train_iter", "after_train"}
+    assert comparable(Recorder.calls) == comparable(expected)
+    assert {call[0] for call in comparable(expected)} >= {"before_train", "before_train_iter", "after_train"}
 
 
 def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
@@ -128,15 +128,15 @@ def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
         plain.backend.model.named_parameters(), other.backend.model.named_parameters(), strict=True
     ):
         assert torch.equal(a, b), name
-    kept = [hook for hook in other.hooks if isinstance(hook, MMEngineHook)]
-    assert kept[0].cls is mmengine.hooks.RuntimeInfoHook, "VERY_HIGH runs first"
-    view = kept[0].view
-    assert view is not None and all(hook.view is view for hook in kept)
+    own_hooks = [hook for hook in other.hooks if isinstance(hook, MMEngineHook)]
+    assert own_hooks[0].cls is mmengine.hooks.RuntimeInfoHook, "VERY_HIGH runs first"
+    view = own_hooks[0].view
+    assert view is not None and all(hook.view is view for hook in own_hooks)
     for key in ("train/loss", "train/lr", "train/time", "train/data_time"):
         assert view.message_hub.get_scalar(key).current() > 0, key
     assert len(view.message_hub.get_scalar("train/loss").data[0]) == 8
-    logged = [json.loads(line) for line in next(Path(view.log_dir).glob("vis_data/scalars.json")).open()]
-    assert [line["step"] for line in logged] == [2, 4, 6, 8] and all(line["loss"] > 0 for line in logged)
+    rows = [json.loads(line) for line in next(Path(view.log_dir).glob("vis_data/scalars.json")).open()]
+    assert [line["step"] for line in rows] == [2, 4, 6, 8] and all(line["loss"] > 0 for line in rows)
     text = (tmp_path / "other" / "run" / "train.log").read_text()
     assert "Epoch(train) [1][2/8]" in text and "eta:" in text, "mmengine's own lines"
 
@@ -150,8 +150,8 @@ class StopsAtFour(mmengine.hooks.Hook):
 def test_stop_training_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     runner = run(tmp_path, dict(type=StopsAtFour))
     assert runner.progress.updates == 4 and not runner.finished and "StopsAtFour" in str(runner.stop_reason)
-    [found] = store.list_checkpoints(tmp_path / "run")
-    assert found.manifest is not None and found.manifest.progress.updates == 4
+    [checkpoint] = store.list_checkpoints(tmp_path / "run")
+    assert checkpoint.manifest is not None and checkpoint.manifest.progress.updates == 4
 
 
 def test_mmengines_early_stopping_reads_the_validation(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_mmengines_early_stopping_reads_the_validation(tmp_path: Path) -> None:
 class Remembers(mmengine.hooks.Hook):
     """What it adds to a checkpoint is there after a resume."""
 
-    loaded: Any = None
+    content: Any = None
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = {"iter": checkpoint["meta"]["iter"]}
         checkpoint["weights"] = torch.zeros(3)
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        type(self).loaded = checkpoint["mine"]
+        type(self).content = checkpoint["mine"]
         assert "state_dict" not in checkpoint
 
 
@@ -182,7 +182,7 @@ def test_what_a_hook_stores_is_there_after_a_resume(tmp_path: Path) -> None:
     log = (tmp_path / "run" / "train.log").read_text()
     assert "'weights' to the checkpoint, a Tensor, which is not stored" in log
     run(tmp_path, hook, train_cfg=dict(max_updates=5), resume=True)
-    assert Remembers.loaded == {"iter": 3}
+    assert Remembers.content == {"iter": 3}
 
 
 class Asks(mmengine.hooks.Hook):
@@ -194,18 +194,18 @@ class Asks(mmengine.hooks.Hook):
 
 
 def test_what_cannot_exist_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"Asks\.before_train uses runner\.load_checkpoint, which does not") as caught:
+    with pytest.raises(Exception, match=r"Asks\.before_train uses runner\.load_checkpoint, which does not") as error:
         run(tmp_path, dict(type=Asks))
-    allowed = str(caught.value).partition("Allowed: ")[2].partition(". Remedy: the engine steps, the config loads")[0]
+    names = str(error.value).partition("Allowed: ")[2].partition(". Remedy: the engine steps, the config loads")[0]
     assert {"iter", "message_hub", "visualizer", "optim_wrapper", "train_loop", "log_processor", "param_schedulers",
-            "save_checkpoint", "val_dataloader"} <= {*allowed.split(", ")}  # fmt: skip
+            "save_checkpoint", "val_dataloader"} <= {*names.split(", ")}  # fmt: skip
 
 
 class Changes(mmengine.hooks.Hook):
     """Changes the model's parameters at one point."""
 
     def __init__(self, point: str, what: str) -> None:
-        def change(runner: Any, *arguments: Any, **named: Any) -> None:
+        def change(runner: Any, *arguments: Any, **options: Any) -> None:
             module = next(m for m in runner.model.modules() if isinstance(m, nn.Linear))
             if what == "freezes":
                 module.weight.requires_grad_(False)
@@ -232,9 +232,9 @@ def with_validation(folder: Path, *hooks: dict[str, Any], **overrides: Any) -> R
     """Three batches of validation data, evaluated after each update."""
     folder.mkdir(exist_ok=True)
     (folder / "held.jsonl").write_text('{"text": "one two three four"}\n' * 5)
-    held = {"type": "UnifiedGenerationDataset", "data_path": str(folder / "held.jsonl")}
+    source = {"type": "UnifiedGenerationDataset", "data_path": str(folder / "held.jsonl")}
     evaluate = dict(type="EvaluateHook", interval=1, unit="update")
-    validation = {"dataset": held, "batch_size": 2}
+    validation = {"dataset": source, "batch_size": 2}
     return run(
         folder, evaluate, *hooks, **{"val_dataloader": validation, "train_cfg": dict(max_updates=3), **overrides}
     )
@@ -262,11 +262,11 @@ def test_a_hook_reads_the_learning_rate_and_asks_for_a_checkpoint(tmp_path: Path
     ReadsAndSaves.lr = []
     with_validation(tmp_path, dict(type=ReadsAndSaves), train_cfg=dict(max_updates=4),
                     default_hooks__logger={"interval": 1})  # fmt: skip
-    updates = [found.manifest.progress.updates for found in store.list_checkpoints(tmp_path / "run") if found.manifest]
+    updates = [one.manifest.progress.updates for one in store.list_checkpoints(tmp_path / "run") if one.manifest]
     assert sorted(updates) == [2, 4], "at the update of the evaluation, once, and at the end"
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    logged = [line["lr"] for line in lines if "lr" in line]
-    assert [values[0] for values in ReadsAndSaves.lr] == pytest.approx(logged) and len(logged) == 4
+    rates = [line["lr"] for line in lines if "lr" in line]
+    assert [values[0] for values in ReadsAndSaves.lr] == pytest.approx(rates) and len(rates) == 4
     text = (tmp_path / "run" / "train.log").read_text()
     assert text.count("calls runner.save_checkpoint: the checkpoint is saved after the update by default_hooks") == 1
 
@@ -289,7 +289,7 @@ REFUSED = {"ParamSchedulerHook": "param_scheduler acts", "DistSamplerSeedHook": 
 def test_every_hook_of_mmengine_works_or_is_refused(tmp_path: Path) -> None:
     """In a run with evaluations; a hook that a later version of mmengine adds must be in one of the lists."""
     assert {*mmengine.hooks.__all__} == {"Hook", *WORK, *OURS, *REFUSED}
-    runner = with_validation(tmp_path, *(dict(type=f"mmengine.{name}", **given) for name, given in WORK.items()))
+    runner = with_validation(tmp_path, *(dict(type=f"mmengine.{name}", **options) for name, options in WORK.items()))
     assert runner.progress.updates == 3
     text = (tmp_path / "run" / "train.log").read_text()
     assert text.count("(val)") == 3 and "[3/3]" in text, "mmengine's own line of each evaluation"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.families.nanovlm.test_model_golden import CONFIG, NANOVLM, Ids
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
@@ -42,7 +42,7 @@ def processor() -> VLMProcessor:
 
 
 @pytest.fixture(scope="module")
-def prompts(processor: VLMProcessor) -> list[list[Loaded]]:
+def prompts(processor: VLMProcessor) -> list[list[LoadedSplit]]:
     """Of several lengths, one with a picture of two tiles, one with a position that no token has."""
     random = torch.Generator().manual_seed(1)
 
@@ -59,38 +59,38 @@ def prompts(processor: VLMProcessor) -> list[list[Loaded]]:
     return [[text(9)], [text(4), LoadedTiles(tiles, patches), text(5)], [DroppedImage(), text(1)]]
 
 
-def written(
-    model: VLM, processor: VLMProcessor, prompts: Sequence[Sequence[Loaded]]
+def answer_all(
+    model: VLM, processor: VLMProcessor, prompts: Sequence[Sequence[LoadedSplit]]
 ) -> tuple[list[list[int]], list[Tensor]]:
     """The ids, and the logits that they were chosen by."""
-    seen: list[Tensor] = []
+    all_logits: list[Tensor] = []
 
     def choose(logits: Tensor, documents: Sequence[int]) -> Sequence[int]:
-        seen.append(logits)
+        all_logits.append(logits)
         return likeliest(logits)
 
     ids = continue_prompts(model, processor, prompts, max_new_tokens=NEW, choose=choose)
-    return ids, seen
+    return ids, all_logits
 
 
 def test_as_computed_again(model, processor, prompts, monkeypatch) -> None:
-    cached = written(model, processor, prompts)
+    first = answer_all(model, processor, prompts)
     monkeypatch.setattr(VLM, "squeezes_beyond", 0)
-    again = written(model, processor, prompts)
-    assert cached[0] == again[0] and [len(ids) for ids in cached[0]] == [NEW] * 3
-    for a, b in zip(cached[1], again[1], strict=True):
+    again = answer_all(model, processor, prompts)
+    assert first[0] == again[0] and [len(ids) for ids in first[0]] == [NEW] * 3
+    for a, b in zip(first[1], again[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_one_that_ends_does_not_disturb_the_others(model, processor, prompts) -> None:
-    together = written(model, processor, prompts)[0]
+    together = answer_all(model, processor, prompts)[0]
     ending = together[0][2]  # what the first says third is made the end
     tokenizer = processor.tokenizer
-    kept, tokenizer.eos_id = tokenizer.eos_id, ending
+    end_id, tokenizer.eos_id = tokenizer.eos_id, ending
     try:
-        ids, logits = written(model, processor, prompts)
+        ids, logits = answer_all(model, processor, prompts)
     finally:
-        tokenizer.eos_id = kept
+        tokenizer.eos_id = end_id
     for mine, longer in zip(ids, together, strict=True):
         assert mine == (longer[: longer.index(ending) + 1] if ending in longer else longer)
     assert len(logits[0]) == 3 and len(logits[3]) < 3
@@ -105,13 +105,13 @@ def counts(sampling: Sampling) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("top_p", "kept"),
+    ("top_p", "ids"),
     [(1.0, {0, 1, 2, 3}), (0.4, {0}), (0.5, {0}), (0.6, {0, 1}), (0.9, {0, 1, 2}), (0.96, {0, 1, 2, 3})],
 )
-def test_top_p_keeps_the_likeliest_up_to_that_probability(top_p: float, kept: set[int]) -> None:
-    found = counts(Sampling(1.0, top_p))
-    assert set(found) == kept
-    assert abs(found[0] / 4000 - 0.5 / sum((0.5, 0.3, 0.15, 0.05)[i] for i in kept)) < 0.03
+def test_top_p_keeps_the_likeliest_up_to_that_probability(top_p: float, ids: set[int]) -> None:
+    numbers = counts(Sampling(1.0, top_p))
+    assert set(numbers) == ids
+    assert abs(numbers[0] / 4000 - 0.5 / sum((0.5, 0.3, 0.15, 0.05)[i] for i in ids)) < 0.03
 
 
 def test_a_document_draws_the_same_alone_and_among_others() -> None:

@@ -27,14 +27,14 @@ FAST = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """three.png and four.png in the working directory."""
     monkeypatch.chdir(tmp_path)
-    found = [Path("three.png"), Path("four.png")]
-    for path, size in zip(found, ((48, 32), (32, 48)), strict=True):
+    paths = [Path("three.png"), Path("four.png")]
+    for path, size in zip(paths, ((48, 32), (32, 48)), strict=True):
         Image.effect_noise(size, 60).convert("RGB").save(path)
-    return found
+    return paths
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"understand": True, "size": (8, 8)}, "got size with understand, which draws nothing"),
         ({"max_length": 0}, "max_length is 0. Allowed: a whole number of at least 1"),
@@ -52,36 +52,36 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(
-    given: dict[str, Any],
-    said: str,
+    options: dict[str, Any],
+    message: str,
     files: list[Path],
     inferencer: InterleaveInferencer,  # noqa: F811
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
-        inferencer.unified_generate(**{"prompt": "1 2", **given})
-    assert "[[" not in str(caught.value), "no array is printed"
+    with pytest.raises(ConfigError, match=message) as error:
+        inferencer.unified_generate(**{"prompt": "1 2", **options})
+    assert "[[" not in str(error.value), "no array is printed"
 
 
 def test_a_picture_of_any_kind_alone_or_in_a_list(
     files: list[Path],
     inferencer: InterleaveInferencer,  # noqa: F811
 ) -> None:
-    opened = Image.open(files[0])
-    kinds = (str(files[0]), files[0], opened, np.asarray(opened), [np.asarray(opened)], (files[0],))
-    made = [inferencer.unified_generate("1 2", images=kind, flow=FAST).images[0] for kind in kinds]
-    assert {image.tobytes() for image in made} == {made[0].tobytes()} and made[0].size[0] > made[0].size[1]
+    picture = Image.open(files[0])
+    kinds = (str(files[0]), files[0], picture, np.asarray(picture), [np.asarray(picture)], (files[0],))
+    images = [inferencer.unified_generate("1 2", images=kind, flow=FAST).images[0] for kind in kinds]
+    assert {image.tobytes() for image in images} == {images[0].tobytes()} and images[0].size[0] > images[0].size[1]
 
 
 def test_a_mapping_changes_these_fields_of_the_default(inferencer: InterleaveInferencer) -> None:  # noqa: F811
     side = 2 * inferencer.processor.vae_downsample
     shift = inferencer.model.timestep_shift if not inferencer.model.published else BAGEL_FLOW.timestep_shift
-    for given, meant in (({}, shift), ({"timestep_shift": 7.0}, 7.0)):
+    for fields, meant in (({}, shift), ({"timestep_shift": 7.0}, 7.0)):
         flow = replace(BAGEL_FLOW, num_timesteps=4, timestep_shift=meant)
-        made, same = (
+        with_fields, same = (
             inferencer.unified_generate("1 2", size=[side, side], flow=one).images[0].tobytes()
-            for one in ({"num_timesteps": 4, **given}, flow)
+            for one in ({"num_timesteps": 4, **fields}, flow)
         )
-        assert made == same
+        assert with_fields == same
 
 
 @torch.no_grad()
@@ -107,14 +107,14 @@ def test_parts_are_read_in_their_order(files: list[Path], inferencer: Interleave
         number += 1
     grid = (pixels.shape[1] // processor.vae_downsample, pixels.shape[2] // processor.vae_downsample)
     width = processor.latent_channels * processor.latent_patch_size**2
-    for prompt, seen in (("4 5", contexts), ("", at_the_picture)):
-        made = inferencer.unified_generate(prompt, parts=parts, flow=FAST, seed=3).images[0]
+    for prompt, read_so_far in (("4 5", contexts), ("", at_the_picture)):
+        drawing = inferencer.unified_generate(prompt, parts=parts, flow=FAST, seed=3).images[0]
         noise = torch.randn(grid[0] * grid[1], width, generator=generator(3, 0, "draw"))
-        by_hand = to_picture(inferencer.decode(inferencer.denoise(seen, noise, grid, flow=FAST), grid))
-        assert made.tobytes() == by_hand.tobytes() and made.size[0] < made.size[1], prompt
-    swapped = inferencer.unified_generate("4 5", parts=["3", *parts[1::-1], parts[3]], flow=FAST, seed=3)
+        by_hand = to_picture(inferencer.decode(inferencer.denoise(read_so_far, noise, grid, flow=FAST), grid))
+        assert drawing.tobytes() == by_hand.tobytes() and drawing.size[0] < drawing.size[1], prompt
+    swap = inferencer.unified_generate("4 5", parts=["3", *parts[1::-1], parts[3]], flow=FAST, seed=3)
     first = inferencer.unified_generate("4 5", parts=parts, flow=FAST, seed=3)
-    assert swapped.images[0].tobytes() != first.images[0].tobytes()
+    assert swap.images[0].tobytes() != first.images[0].tobytes()
 
 
 def test_the_interleaved_examples_of_the_page_run(

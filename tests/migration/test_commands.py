@@ -14,8 +14,8 @@ from PIL import Image
 from tests.data.support import image, talk, text, write_jsonl
 from tests.data.text.chat_support import NANOVLM, character_tokenizer
 from tests.families.tiny_transformers import write_images
-from tests.golden_files import BAGEL
-from tests.old_names import GUIDES, old_names
+from tests.repository.old_names import GUIDES, old_names
+from tests.support.golden_files import BAGEL
 from tools.migrate import main
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
@@ -31,11 +31,11 @@ NO_TRAINING = re.compile(
 WHOLE = "python train_unified_generation.py --model_path"
 
 
-class Written:
+class Migration:
     """A config that was written, and what was printed."""
 
-    def __init__(self, path: Path, printed: str) -> None:
-        self.text, self.printed = path.read_text(encoding="utf-8"), printed
+    def __init__(self, path: Path, output: str) -> None:
+        self.text, self.output = path.read_text(encoding="utf-8"), output
         self.config = load_config(path)
         Settings.from_config(self.config)
 
@@ -46,20 +46,20 @@ class Written:
         return node
 
     @property
-    def left(self) -> list[str]:
+    def rest(self) -> list[str]:
         """What is a comment alone."""
         block = self.text.partition("# NOT CARRIED OVER")[2].partition("\n\n")[0]
         return re.findall(r"^# ([^ ].*)$", block, re.MULTILINE)
 
 
 @pytest.fixture
-def migrated(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(guide: str, *words: str) -> Written:
+    def run(guide: str, *words: str) -> Migration:
         out = tmp_path / "written.py"
         assert main([guide, "--out", str(out), "--force", "--", *words]) == 0, capsys.readouterr().err
-        return Written(out, capsys.readouterr().err)
+        return Migration(out, capsys.readouterr().err)
 
     return run
 
@@ -107,9 +107,9 @@ VALUES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_every_command_line_of_the_guides(migrated, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_line_of_the_guides(migrate, capsys: pytest.CaptureFixture[str]) -> None:
     """A training command becomes a config that loads; any other one is refused, with the page that has it."""
-    translated = 0
+    count = 0
     for section, command in COMMANDS:
         if "|" in command:
             assert main([GUIDES[section], "--", *command.split()]) == 2, command
@@ -122,17 +122,17 @@ def test_every_command_line_of_the_guides(migrated, capsys: pytest.CaptureFixtur
         words = words_of(command)
         if section == "S2" and "train_fsdp.py" not in command:  # variables alone: they go with a command
             words += ["torchrun", "train_fsdp.py", "config/train90M_fsdp.yaml"]
-        written = migrated(GUIDES[section], *words)
+        result = migrate(GUIDES[section], *words)
         for path, value in VALUES.pop(command, {}).items():
-            assert written.get(path) == value, (command, path)
-        translated += 1
-    assert not VALUES and translated == 36
+            assert result.get(path) == value, (command, path)
+        count += 1
+    assert not VALUES and count == 36
     assert len(COMMANDS) == 60
 
 
-def test_all_flags_of_one_command(migrated) -> None:
+def test_all_flags_of_one_command(migrate) -> None:
     command = next(command for _, command in COMMANDS if command.startswith(WHOLE))
-    written = migrated("unified_generation", *words_of(command))
+    result = migrate("unified_generation", *words_of(command))
     expected = {
         "model.pretrained": "models/BAGEL-7B-MoT", "tokenizer.path": "models/BAGEL-7B-MoT",
         "train_dataloader.dataset.data_path": "data/train.jsonl", "val_dataloader.dataset.data_path": "data/val.jsonl",
@@ -140,8 +140,8 @@ def test_all_flags_of_one_command(migrated) -> None:
         "optim_wrapper.accumulative_counts": 8, "train_cfg.max_epochs": 3, "optim_wrapper.optimizer.lr": 1e-5,
         "visualizer.vis_backends.0.project": "bagel-unified-training", "optim_wrapper.precision": "fp32",
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
-    assert written.left == [] and "python tools/train.py " in written.text.splitlines()[2]
+    assert {path: result.get(path) for path in expected} == expected
+    assert result.rest == [] and "python tools/train.py " in result.text.splitlines()[2]
 
 
 EXPORTS = {
@@ -155,17 +155,17 @@ EXPORTS = {
 }  # fmt: skip
 
 
-def test_a_script_of_exported_variables(migrated, tmp_path: Path) -> None:
+def test_a_script_of_exported_variables(migrate, tmp_path: Path) -> None:
     """Nothing is dropped: each variable is a value, in the start command, or among the comments."""
     lines = [f'export {name}="{value}"  # {name}' for name, value in EXPORTS.items()]
     lines += ["#!/bin/bash", 'export visual_gen="True"', "export log_every=7 touch=1", "touch=2"]
     lines += ["bash \\", "  scripts/train_unified_fsdp.sh"]
     (tmp_path / "run.sh").write_text("\n".join(lines), encoding="utf-8")
-    written = migrated("unified_fsdp", "run.sh")
-    start = written.text.splitlines()[2]
+    result = migrate("unified_fsdp", "run.sh")
+    start = result.text.splitlines()[2]
     assert "torchrun --nnodes=1 --node_rank=0 --master_addr=localhost --master_port=12345 --nproc_per_node=8" in start
-    left = {"log_every", "touch", "llm_path", "vae_path", "vit_path", "visual_gen"}
-    assert {one.partition("=")[0] for one in written.left} == left and len(written.left) == 7
+    rest = {"log_every", "touch", "llm_path", "vae_path", "vit_path", "visual_gen"}
+    assert {one.partition("=")[0] for one in result.rest} == rest and len(result.rest) == 7
     expected = {
         "model.pretrained": "/models/BAGEL", "tokenizer.path": "/models/BAGEL", "val_dataloader": None,
         "train_dataloader.dataset.data_path": "/data/train.jsonl", "train_dataloader.batch_size": 3,
@@ -178,7 +178,7 @@ def test_a_script_of_exported_variables(migrated, tmp_path: Path) -> None:
         "backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": None, "cpu_offload": True},
         "custom_hooks.0": {"type": "EMAHook", "momentum": 0.0001}, "model.activation_checkpointing": True,
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
+    assert {path: result.get(path) for path in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -213,23 +213,21 @@ def test_a_script_that_computes_its_command_is_asked_for_the_command(
          "torchrun --nproc_per_node=2 tools/train.py"),
     ],
 )  # fmt: skip
-def test_how_a_training_is_started(migrated, line: str, start: str) -> None:
+def test_how_a_training_is_started(migrate, line: str, start: str) -> None:
     for words in (shlex.split(line), [line]):
-        written = migrated("nanovlm", *words)
-        assert written.get("optim_wrapper.paramwise_cfg.groups.0.lr") == 0.25, words
-        assert written.text.splitlines()[2].strip().startswith(f"{start} ")
-        assert "train.py" not in written.left and "argument without a name" not in written.text
-    assert migrated("nanovlm", "nohup", *shlex.split(line)).left == ["nohup"]
+        result = migrate("nanovlm", *words)
+        assert result.get("optim_wrapper.paramwise_cfg.groups.0.lr") == 0.25, words
+        assert result.text.splitlines()[2].strip().startswith(f"{start} ")
+        assert "train.py" not in result.rest and "argument without a name" not in result.text
+    assert migrate("nanovlm", "nohup", *shlex.split(line)).rest == ["nohup"]
 
 
-def test_three_parts_instead_of_a_directory(migrated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_parts_instead_of_a_directory(migrate, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    written = migrated(
-        "unified_fsdp", "llm_path=LLM", "vit_path=VIT", "vae_path=VAE", "freeze_vae=False", "num_shard=2"
-    )
-    assert written.get("model.pretrained") == {"llm": "LLM", "vit": "VIT", "vae": "VAE"}
-    assert written.get("tokenizer.path") == "LLM" and written.left == ["freeze_vae=False"]
+    result = migrate("unified_fsdp", "llm_path=LLM", "vit_path=VIT", "vae_path=VAE", "freeze_vae=False", "num_shard=2")
+    assert result.get("model.pretrained") == {"llm": "LLM", "vit": "VIT", "vae": "VAE"}
+    assert result.get("tokenizer.path") == "LLM" and result.rest == ["freeze_vae=False"]
 
 
 YAML = """
@@ -245,40 +243,40 @@ unheard_of: !!python/object/apply:os.system ["touch started"]
 """
 
 
-def test_a_yaml_file(migrated, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_yaml_file(migrate, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train300M_fsdp.yaml"
     path.write_text(YAML, encoding="utf-8")
     assert main(["decoder_fsdp", "--", "torchrun", "train_fsdp.py", str(path)]) == 2
     assert "no tag may name Python code" in capsys.readouterr().err and not (tmp_path / "started").exists()
     path.write_text(YAML.partition("unheard_of")[0] + "  n_heads: 8\n", encoding="utf-8")
-    written = migrated("decoder_fsdp", "torchrun", "--nproc_per_node=4", "train_fsdp.py", str(path))
+    result = migrate("decoder_fsdp", "torchrun", "--nproc_per_node=4", "train_fsdp.py", str(path))
     expected = {
         "backend": {"type": "fsdp", "sharding_strategy": "SHARD_GRAD_OP"}, "world_size": 4,
         "model.compile": False, "train_dataloader.global_batch_size": 64, "optim_wrapper.accumulative_counts": 4,
         "train_dataloader.batch_size": None,
         "optim_wrapper.optimizer.lr": 3e-4, "model.llm.hidden_size": 1024,
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
-    assert written.left == ["train.n_heads: 8"]
+    assert {path: result.get(path) for path in expected} == expected
+    assert result.rest == ["train.n_heads: 8"]
 
 
-def test_nanovlms_other_settings(migrated) -> None:
+def test_nanovlms_other_settings(migrate) -> None:
     words = "python train.py --train_dataset_path ORG/DATA --train_dataset_name one,two --eval_interval 200"
     words += " --lmms_eval_tasks mme --use_lmms_eval True --hf_repo_name me/model --no_log_wandb --lr_vision_backbone 0"
     words += " --max_img_size 1024 --max_length 2048 --lm_max_length 4096 --val_size 9 --batch_size many"
     words += " --stats_log_interval 50"
-    written = migrated("nanovlm", *words_of(words))
-    names = [source["format"]["config"] for source in written.get("train_dataloader.dataset")]
-    assert names == ["one", "two"] and written.get("train_dataloader.dataset.1.on_error") == "skip"
+    result = migrate("nanovlm", *words_of(words))
+    names = [source["format"]["config"] for source in result.get("train_dataloader.dataset")]
+    assert names == ["one", "two"] and result.get("train_dataloader.dataset.1.on_error") == "skip"
     expected = {
         "custom_hooks.0.interval": 200, "default_hooks.checkpoint.interval": 200, "custom_hooks.1.interval": 400,
         "custom_hooks.2.repo": "me/model", "visualizer.vis_backends": [], "processor.max_image_size": 1024,
         "optim_wrapper.paramwise_cfg.groups.1.lr": 0, "train_dataloader.seq_length": 2048,
         "train_dataloader.batch_size": 2, "default_hooks.logger.statistics_interval": 50,
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
-    assert "--lmms-tasks mme" in written.get("custom_hooks.1.command")
-    assert sorted(written.left) == ["--batch_size many", "--lm_max_length 4096", "--val_size 9"]
+    assert {path: result.get(path) for path in expected} == expected
+    assert "--lmms-tasks mme" in result.get("custom_hooks.1.command")
+    assert sorted(result.rest) == ["--batch_size many", "--lm_max_length 4096", "--val_size 9"]
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +297,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["nanovlm", "--out", str(out), "--", "train.py"]) == 2 and "exists" in capsys.readouterr().err
 
 
-def test_hostile_values_stay_values(migrated, tmp_path: Path) -> None:
+def test_hostile_values_stay_values(migrate, tmp_path: Path) -> None:
     """In a docstring, a comment and a text of the config: nothing of them becomes code."""
     evil = 'x\n"""\nimport os; os.mkdir(\'started\')\n""" \\'
     words = [
@@ -311,18 +309,18 @@ def test_hostile_values_stay_values(migrated, tmp_path: Path) -> None:
         "--wandb_entity",
         "\udc80",
     ]
-    written = migrated("nanovlm", *words)
-    assert written.get("train_dataloader.dataset.data_path") == evil
-    assert written.get("visualizer.vis_backends.0.entity") == "\udc80"
-    assert not (tmp_path / "started").exists() and len(written.left) == 1
-    text = copied("llava", tmp_path).read_text().replace("custom_hooks = [", "other = [")
+    result = migrate("nanovlm", *words)
+    assert result.get("train_dataloader.dataset.data_path") == evil
+    assert result.get("visualizer.vis_backends.0.entity") == "\udc80"
+    assert not (tmp_path / "started").exists() and len(result.rest) == 1
+    text = copy_config("llava", tmp_path).read_text().replace("custom_hooks = [", "other = [")
     path = tmp_path / "own.py"
     path.write_text(f"custom_hooks = [{{'type': 'EMAHook', 'class': 1, 'a b': 2}}]\n{text}")
-    written = migrated("xtuner", path.name)
-    assert written.get("custom_hooks.0") == {"type": "EMAHook"} and "custom_hooks[0].class = 1" in written.left
+    result = migrate("xtuner", path.name)
+    assert result.get("custom_hooks.0") == {"type": "EMAHook"} and "custom_hooks[0].class = 1" in result.rest
 
 
-def copied(name: str, folder: Path) -> Path:
+def copy_config(name: str, folder: Path) -> Path:
     """A config of xtuner with its base. What it imports is not installed, and it computes values."""
     shutil.copyfile(HERE / f"{name}.config", folder / f"{name}.py")
     shutil.copyfile(HERE / "runtime.config", folder / "frozen_runtime.py")
@@ -332,8 +330,8 @@ def copied(name: str, folder: Path) -> Path:
 # ---- whole configs --------------------------------------------------------------------------------------------------
 
 
-def test_a_config_in_the_style_of_xtuners_llava(migrated, tmp_path: Path) -> None:
-    written = migrated("xtuner", copied("llava", tmp_path).name)
+def test_a_config_in_the_style_of_xtuners_llava(migrate, tmp_path: Path) -> None:
+    result = migrate("xtuner", copy_config("llava", tmp_path).name)
     expected = {
         "model": {"type": "ImageTextToText", "pretrained": "llava-hf/llava-1.5-7b-hf", "freeze": ["vision_tower"],
                   "activation_checkpointing": True},
@@ -352,55 +350,55 @@ def test_a_config_in_the_style_of_xtuners_llava(migrated, tmp_path: Path) -> Non
         "default_hooks.checkpoint": {"type": "CheckpointHook", "by_epoch": False, "interval": 500, "max_keep_ckpts": 2},
         "custom_hooks": [], "randomness": {"seed": None}, "resume": False, "env": {"log_level": "INFO"},
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
+    assert {path: result.get(path) for path in expected} == expected
     for name in (
         "model.pretrained_pth", "tokenizer.trust_remote_code", "LengthGroupedSampler", "log_processor",
         "pad_image_to_square", "DatasetInfoHook", "EvaluateChatHook", "env_cfg.mp_cfg",
     ):  # fmt: skip
-        assert name in written.text.partition("\nmodel = ")[0], name
-    assert f"{len(written.left)} settings could not be carried over" in written.printed
+        assert name in result.text.partition("\nmodel = ")[0], name
+    assert f"{len(result.rest)} settings could not be carried over" in result.output
 
 
-def test_a_config_in_the_style_of_flmm(migrated, tmp_path: Path) -> None:
+def test_a_config_in_the_style_of_flmm(migrate, tmp_path: Path) -> None:
     """With a base and a loop, and DeepSpeed by the command line."""
-    copied("frozen", tmp_path)
+    copy_config("frozen", tmp_path)
     words = "NPROC_PER_NODE=2 xtuner train frozen.py --deepspeed deepspeed_zero3 --work-dir work_dirs/frozen"
-    written = migrated("xtuner", *words_of(words))
+    result = migrate("xtuner", *words_of(words))
     expected = {
         "model.pretrained": "deepseek-community/deepseek-vl-1.3b-chat", "model.type": "ImageTextToText",
         "train_dataloader.batch_size": 64, "optim_wrapper.accumulative_counts": 2, "train_cfg": {"max_epochs": 8},
         "optim_wrapper.precision": "bf16", "resume": True, "randomness": {"seed": 3}, "work_dir": "work_dirs/frozen",
         "backend": {"type": "deepspeed", "config": "zero3"}, "param_scheduler.1.begin": 0.24,
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
-    assert "torchrun --nproc_per_node=2 tools/train.py" in written.text.splitlines()[2]
+    assert {path: result.get(path) for path in expected} == expected
+    assert "torchrun --nproc_per_node=2 tools/train.py" in result.text.splitlines()[2]
     for name in ("PNGDataset", "RefCocoDataset", "model.mask_head", "model.loss_mask"):
-        assert name in written.text.partition("\nmodel = ")[0], name
+        assert name in result.text.partition("\nmodel = ")[0], name
 
 
-def test_options_of_the_command_of_xtuner(migrated, tmp_path: Path) -> None:
+def test_options_of_the_command_of_xtuner(migrate, tmp_path: Path) -> None:
     """``--cfg-options`` are read as if the file had them."""
-    copied("llava", tmp_path)
+    copy_config("llava", tmp_path)
     line = "xtuner train llava.py --deepspeed deepspeed_zero3"
     line += " --cfg-options train_dataloader.batch_size=7 custom_hooks=[] x"
-    written = migrated("xtuner", *line.split())
+    result = migrate("xtuner", *line.split())
     expected = {"train_dataloader.batch_size": 7, "custom_hooks": [], "backend.config": "zero3"}
-    assert {path: written.get(path) for path in expected} == expected
-    assert "--cfg-options x" in written.left and "batch_size=16" not in written.text
+    assert {path: result.get(path) for path in expected} == expected
+    assert "--cfg-options x" in result.rest and "batch_size=16" not in result.text
 
 
-def test_settings_of_a_config_alone(migrated) -> None:
+def test_settings_of_a_config_alone(migrate) -> None:
     words = (
         "batch_size=64 accumulative_counts=2 num_gpus=2 save_steps=500 save_total_limit=1 resume=True load_from=None"
     )
-    written = migrated("xtuner", *words.split(), "current_epoch=3.85")
+    result = migrate("xtuner", *words.split(), "current_epoch=3.85")
     expected = {
         "train_dataloader.batch_size": 64, "optim_wrapper.accumulative_counts": 2, "resume": True,
         "default_hooks.checkpoint.interval": 500, "world_size": 2,
         "default_hooks.checkpoint.max_keep_ckpts": 1, "load_from": None,
     }  # fmt: skip
-    assert {path: written.get(path) for path in expected} == expected
-    assert written.left == ["current_epoch=3.85"]
+    assert {path: result.get(path) for path in expected} == expected
+    assert result.rest == ["current_epoch=3.85"]
 
 
 # ---- what is written trains -----------------------------------------------------------------------------------------
@@ -412,7 +410,7 @@ SMALL: dict[str, Any] = {
 COLOURS = {"red": (230, 20, 20), "green": (20, 200, 20)}
 
 
-def trained(path: Path, work_dir: Path, **overrides: Any) -> list[float]:
+def train_config(path: Path, work_dir: Path, **overrides: Any) -> list[float]:
     """Losses of two updates of a written config, with sizes for a test."""
     changes = {
         **SMALL,
@@ -427,12 +425,12 @@ def trained(path: Path, work_dir: Path, **overrides: Any) -> list[float]:
 def pictures(tmp_path: Path) -> Path:
     for name, colour in COLOURS.items():
         Image.new("RGB", (16, 20), colour).save(tmp_path / f"{name}.png")
-    shown = [talk(image("user", f"{n}.png"), text("user", "what colour"), text("assistant", n)) for n in COLOURS]
-    write_jsonl(tmp_path / "train.jsonl", shown * 8)
+    pictures = [talk(image("user", f"{n}.png"), text("user", "what colour"), text("assistant", n)) for n in COLOURS]
+    write_jsonl(tmp_path / "train.jsonl", pictures * 8)
     return tmp_path
 
 
-def test_bagels_command_trains(migrated, pictures: Path) -> None:
+def test_bagels_command_trains(migrate, pictures: Path) -> None:
     model = pictures / "model"
     model.mkdir()
     for name in FILES:
@@ -440,25 +438,25 @@ def test_bagels_command_trains(migrated, pictures: Path) -> None:
     WordTokenizer(words=["what", "colour", *COLOURS]).save_pretrained(str(model))
     words = "train_unified_generation.py --model_path model --train_data_path train.jsonl --num_epochs 2 --batch_size 2"
     words += " --gradient_accumulation_steps 2 --warmup_steps 2 --lr_scheduler cosine --max_sequence_length 200"
-    migrated("unified_generation", "python", *words.split())
+    migrate("unified_generation", "python", *words.split())
     transforms = {
         f"processor__{part}_transform": {"type": "ImageTransform", "max_size": side, "min_size": side, "stride": side}
         for part, side in (("vit", 14), ("vae", 16))
     }
-    losses = trained(pictures / "written.py", pictures / "run", default_hooks__logger__interval=1, **transforms)
+    losses = train_config(pictures / "written.py", pictures / "run", default_hooks__logger__interval=1, **transforms)
     assert len(losses) == 2 and all(0 < loss < 20 for loss in losses)
 
 
-def test_a_recipe_of_a_decoder_trains(migrated, tmp_path: Path) -> None:
+def test_a_recipe_of_a_decoder_trains(migrate, tmp_path: Path) -> None:
     (tmp_path / "train90M_fsdp.yaml").write_text(
         "train_batch: 4\nlr: 0.01\nseq_length: 16\ntrain_data_path: train.jsonl\n"
     )
     write_jsonl(tmp_path / "train.jsonl", [{"text": "a b c " * (i % 4)} for i in range(1, 40)])
     WordTokenizer(words=list("abc")).save_pretrained(str(tmp_path / "tokenizer"))
-    migrated("decoder_fsdp", "train90M_fsdp.yaml")
+    migrate("decoder_fsdp", "train90M_fsdp.yaml")
     small = dict(vocab_size=20, hidden_size=8, intermediate_size=12, num_hidden_layers=1)
     small |= dict(num_attention_heads=2, num_key_value_heads=1)
-    losses = trained(
+    losses = train_config(
         tmp_path / "written.py", tmp_path / "run", tokenizer__path=str(tmp_path / "tokenizer"),
         tokenizer__bos="<|im_start|>", tokenizer__eos="<|im_end|>", train_dataloader__dataset__index_workers=0,
         **{f"model__llm__{key}": value for key, value in small.items()},
@@ -466,13 +464,13 @@ def test_a_recipe_of_a_decoder_trains(migrated, tmp_path: Path) -> None:
     assert len(losses) == 2 and all(2 < loss < 4 for loss in losses)
 
 
-def test_nanovlms_command_trains(migrated, pictures: Path) -> None:
+def test_nanovlms_command_trains(migrate, pictures: Path) -> None:
     """From a folder of nanoVLM's own, as its ``--resume_from_vlm_checkpoint`` reads it."""
     character_tokenizer().save_pretrained(str(pictures / "tokenizer"))
     words = f"python train.py --resume_from_vlm_checkpoint True --vlm_checkpoint_path {NANOVLM} --max_img_size 64"
     words += " --train_dataset_path train.jsonl --lr_vision_backbone 0 --lm_tokenizer tokenizer --eval_in_epochs False"
-    migrated("nanovlm", *words.split())
-    losses = trained(
+    migrate("nanovlm", *words.split())
+    losses = train_config(
         pictures / "written.py", pictures / "run", train_dataloader__dataset__index_workers=0,
         train_dataloader__seq_length=120, optim_wrapper__accumulative_counts=1,
     )  # fmt: skip
@@ -480,10 +478,10 @@ def test_nanovlms_command_trains(migrated, pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llava", "frozen"])
-def test_configs_of_xtuner_train(migrated, pictures: Path, name: str) -> None:
+def test_configs_of_xtuner_train(migrate, pictures: Path, name: str) -> None:
     write_images(pictures / "model", "llava")
-    migrated("xtuner", "xtuner", "train", copied(name, pictures).name, "--cfg-options", "resume=False")
-    losses = trained(
+    migrate("xtuner", "xtuner", "train", copy_config(name, pictures).name, "--cfg-options", "resume=False")
+    losses = train_config(
         pictures / "written.py", pictures / "run", model__pretrained=str(pictures / "model"),
         tokenizer__path=str(pictures / "model"), train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=1,
         default_hooks__logger__interval=1, custom_hooks=[], train_dataloader__seq_length=96,

@@ -52,7 +52,7 @@ def shuffled(number: int) -> Tensor:
     return torch.randperm(number, generator=torch.Generator().manual_seed(3))
 
 
-def seen(batch: PackedBatch) -> Tensor:
+def visibility(batch: PackedBatch) -> Tensor:
     """``[T, T]``: the rules for each pair of positions: the row attends to the column."""
     modes = batch.split_modes[batch.split_ids].tolist()
     documents, splits = batch.document_ids.tolist(), batch.split_ids.tolist()
@@ -104,7 +104,7 @@ def test_outputs_and_gradients_are_those_of_the_rules(case: str, moved: bool, us
     index_of = shuffled(batch.num_tokens) if moved else None
     plan = plan_attention(batch, index_of, use_flex=use_flex)
     assert isinstance(plan, FlexPlan if use_flex else SDPAPlan)
-    mask = seen(batch)
+    mask = visibility(batch)
     if index_of is not None:
         token = torch.argsort(index_of)
         mask = mask[token][:, token]
@@ -124,7 +124,7 @@ def test_heads_of_any_number_and_width(heads: Heads) -> None:
     """Narrower than FlexAttention's kernels support; groups of three, as in SmolLM2."""
     batch = packed(CASES["all modes"])
     for use_flex in (False, True):
-        assert_same(plan_attention(batch, use_flex=use_flex), inputs(batch.num_tokens, heads), seen(batch))
+        assert_same(plan_attention(batch, use_flex=use_flex), inputs(batch.num_tokens, heads), visibility(batch))
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["in order", "in expert order"])
@@ -132,8 +132,8 @@ def test_heads_of_any_number_and_width(heads: Heads) -> None:
 def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: bool) -> None:
     """As torch's own, made from the whole mask; on a CPU the kernel does not use them, so no other test sees them."""
     batch = packed(random_documents(number, number, longest=longest))
-    generated = batch.split_modes[batch.split_ids] == NOISE
-    index_of = torch.argsort(torch.argsort(generated.int(), stable=True)) if moved else None
+    noise_mask = batch.split_modes[batch.split_ids] == NOISE
+    index_of = torch.argsort(torch.argsort(noise_mask.int(), stable=True)) if moved else None
     plan = plan_attention(batch, index_of, use_flex=True)
     assert isinstance(plan, FlexPlan)
     mask = plan.block_mask
@@ -143,19 +143,19 @@ def test_blocks_that_flex_attention_computes(number: int, longest: int, moved: b
 
     def table(number: Tensor | None, columns: Tensor | None) -> Tensor:
         assert number is not None and columns is not None
-        found = torch.zeros(side, side, dtype=torch.bool)
+        blocks = torch.zeros(side, side, dtype=torch.bool)
         for row in range(side):
-            found[row, columns[0, 0, row, : int(number[0, 0, row])].long()] = True
-        return found
+            blocks[row, columns[0, 0, row, : int(number[0, 0, row])].long()] = True
+        return blocks
 
     ours = table(mask.full_kv_num_blocks, mask.full_kv_indices), table(mask.kv_num_blocks, mask.kv_indices)
     theirs = table(exact.full_kv_num_blocks, exact.full_kv_indices), table(exact.kv_num_blocks, exact.kv_indices)
     assert not (ours[0] & ours[1]).any(), "a block computed twice"
     assert not (ours[0] & ~theirs[0]).any(), "unmasked, but it has a hidden pair"
     assert not ((theirs[0] | theirs[1]) & ~(ours[0] | ours[1])).any(), "missing, but it has a visible pair"
-    computed, needed = ((full | partial).sum().item() for full, partial in (ours, theirs))
-    print(f"{computed} of {side**2} blocks, {needed} needed; {ours[0].sum()} of {theirs[0].sum()} without a mask")
-    assert computed <= 1.3 * needed
+    count, least = ((full | partial).sum().item() for full, partial in (ours, theirs))
+    print(f"{count} of {side**2} blocks, {least} needed; {ours[0].sum()} of {theirs[0].sum()} without a mask")
+    assert count <= 1.3 * least
 
 
 def long_tailed(number: int) -> list[int]:

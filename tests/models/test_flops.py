@@ -15,7 +15,7 @@ from tests.data.support import ByteTokenizer, make_processor, mixed_dataset
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.batches.loader import collate, pack_documents
 from unigen_ds.data.order.order import Draw
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.nanovlm.model import VLM
@@ -36,9 +36,9 @@ def assert_counted(model: torch.nn.Module, batch: PackedBatch, terms: Any = None
     terms = terms or model
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         torch.stack(list(terms(batch).sums.values())).sum().backward()
-    ours, counted = model.flops(batch), counter.get_total_flops()  # type: ignore[operator]
-    print(f"{ours / counted:.4f} of {counted:.3g} operations")
-    assert abs(ours / counted - 1) < WITHIN
+    ours, theirs = model.flops(batch), counter.get_total_flops()  # type: ignore[operator]
+    print(f"{ours / theirs:.4f} of {theirs:.3g} operations")
+    assert abs(ours / theirs - 1) < WITHIN
 
 
 @pytest.mark.parametrize("freeze", [(), ("vit",), ("vit", "llm")], ids=str)
@@ -49,7 +49,7 @@ def test_vlm(freeze: Sequence[str]) -> None:
     model = VLM(llm=LLM, vit=VIT, pixel_shuffle_factor=2, freeze=freeze)
     processor = VLMProcessor(Tokenizer(), tile_size=16, vit_patch_size=4, pixel_shuffle_factor=2)  # type: ignore[arg-type]
     image = (Tokenizer.image_start_id, *[Tokenizer.image_id] * 4)
-    documents: list[list[Loaded]] = [
+    documents: list[list[LoadedSplit]] = [
         [
             LoadedTiles(TiledSplit("", image * 2, Tokenizer.image_id, 2), torch.randn(2 * 16, 48)),
             TokenSplit(tuple(range(n)), tuple(range(n // 2)) + (-100,) * (n - n // 2)),

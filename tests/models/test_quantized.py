@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.golden_files import BAGEL
+from tests.support.golden_files import BAGEL
 from tests.tiny import tiny_config
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError, ResumeBlocked
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import EXPORTED, FILES, BagelDirectory
+from unigen_ds.families.bagel.published import EXPORT, FILES, BagelDirectory
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.models.flops import linear_flops
 from unigen_ds.models.quantized import QuantizedLinear, plain_state_dict
@@ -91,15 +91,15 @@ def test_the_result_and_the_gradient_are_those_of_the_unpacked_weight(scheme: st
 def saved_bytes(layer: nn.Module, x: Tensor) -> int:
     """Bytes that autograd keeps for the backward pass, without parameters and buffers of the layer."""
     own = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters(), *layer.buffers())}
-    kept: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         layer(x).sum()
-    return sum(size for address, size in kept.items() if address not in own)
+    return sum(size for address, size in sizes.items() if address not in own)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -115,7 +115,7 @@ def test_the_unpacked_weight_is_not_kept_between_the_passes(scheme: str) -> None
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-def unified(**arguments: Any) -> UnifiedModel:
+def unified_model(**arguments: Any) -> UnifiedModel:
     torch.manual_seed(0)
     return UnifiedModel(pretrained=str(BAGEL), **{"freeze": FREEZE, **arguments})
 
@@ -129,16 +129,16 @@ def vlm(**arguments: Any) -> VLM:
     return VLM(llm=llm, vit=vit, **{"freeze": ["llm", "vit"], **arguments})
 
 
-@pytest.mark.parametrize("build", [unified, vlm])
+@pytest.mark.parametrize("build", [unified_model, vlm])
 def test_every_linear_layer_of_the_part_but_the_output_head(build: Any) -> None:
     plain, packed = build(), build(quantize={"llm": "nf4", "vit": "int8"})
     for part, scheme in (("llm", "nf4"), ("vit", "int8"), ("connector", None)):
         before, after = plain.parts()[part], packed.parts()[part]
         names = {name for name, layer in before.named_modules() if isinstance(layer, nn.Linear)} - {"lm_head"}
-        found = {name: layer.scheme for name, layer in after.named_modules() if isinstance(layer, QuantizedLinear)}
-        assert names and found == (dict.fromkeys(names, scheme) if scheme else {})
+        schemes = {name: layer.scheme for name, layer in after.named_modules() if isinstance(layer, QuantizedLinear)}
+        assert names and schemes == (dict.fromkeys(names, scheme) if scheme else {})
         assert linear_flops(after, input_grad=True) == linear_flops(before, input_grad=True)
-        for name in found:  # initial or pretrained weights are packed
+        for name in schemes:  # initial or pretrained weights are packed
             error = after.get_submodule(name).weight - before.get_submodule(name).weight
             assert error.norm() <= 0.12 * before.get_submodule(name).weight.norm()
 
@@ -157,7 +157,7 @@ def test_a_tied_embedding_is_left_alone() -> None:
         ({"quantize": "nf4"}, "dict"),
     ],
 )
-@pytest.mark.parametrize("build", [unified, vlm])
+@pytest.mark.parametrize("build", [unified_model, vlm])
 def test_what_cannot_work_is_refused(build: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
@@ -172,10 +172,10 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_published_directory_gets_plain_weights(scheme: str, tmp_path: Path) -> None:
-    packed = unified(quantize={"llm": scheme, "vit": scheme})
+    packed = unified_model(quantize={"llm": scheme, "vit": scheme})
     out, options = tmp_path / "out", {"dtype": torch.float32, "max_shard_size": ""}
     BagelDirectory().write(packed, None, out, source=None, **options)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, EXPORTED, DIGESTS}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, EXPORT, DIGESTS}
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     expected = plain_state_dict(packed)
     assert again.state_dict().keys() == expected.keys()
@@ -212,20 +212,20 @@ def straight(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Ru
 def test_other_parts_move_and_packed_bytes_do_not(straight: tuple[Runner, Path], digits: Path) -> None:
     runner, folder = straight
     own = settings(folder, digits)
-    made = build_data(own, geometry=Geometry(12), ruler=None)
-    initial = build_model(own, made.processor, seed=own.seed).state_dict()
-    trained = runner.backend.model.state_dict()
-    assert initial.keys() == trained.keys()
-    same = {name for name, tensor in initial.items() if torch.equal(tensor, trained[name])}
+    train_data = build_data(own, geometry=Geometry(12), ruler=None)
+    initial = build_model(own, train_data.processor, seed=own.seed).state_dict()
+    state = runner.backend.model.state_dict()
+    assert initial.keys() == state.keys()
+    same = {name for name, tensor in initial.items() if torch.equal(tensor, state[name])}
     frozen = ("language_model.", "vit_model.")
     assert {name for name in initial if name.startswith(frozen) or name.endswith("pos_embed")} == same
     assert sum(name.endswith((".packed", ".scales")) for name in same) > 30
-    loader = build_loader(own.train_dataloader, made, geometry=Geometry(12), dp_rank=0, cursor=Cursor())
+    loader = build_loader(own.train_dataloader, train_data, geometry=Geometry(12), dp_rank=0, cursor=Cursor())
     batch: PackedBatch = next(iter(loader))[0].batch
     with torch.no_grad():
         before, after = (
             sum(model(batch).sums.values())
-            for model in (build_model(own, made.processor, seed=own.seed), runner.backend.model)
+            for model in (build_model(own, train_data.processor, seed=own.seed), runner.backend.model)
         )
     assert after < before, "the loss of the same samples with the same noise"
 

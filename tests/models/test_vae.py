@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.golden_files import BAGEL, BAGEL_META, atol
+from tests.support.golden_files import BAGEL, BAGEL_META, atol
 from unigen_ds.models import FluxAutoencoder
 
 

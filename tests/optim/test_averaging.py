@@ -46,15 +46,15 @@ def by_hand(weights: Iterable[torch.Tensor], momentum: float) -> torch.Tensor:
 def test_it_follows_the_formula(momentum):
     backend = backend_of((3, 4), (5,), ())
     ema = ShardEMA(backend.master_shards(), momentum=momentum)
-    seen: list[list[torch.Tensor]] = []
+    history: list[list[torch.Tensor]] = []
     for _ in range(30):
         for shard in backend.master_shards():
             shard.data.add_(torch.randn_like(shard.data))
         ema.update(backend.master_data())
-        seen.append([shard.data.clone() for shard in backend.master_shards()])
+        history.append([shard.data.clone() for shard in backend.master_shards()])
     assert ema.num_updates == 30
     for index, shard in enumerate(ema.shards):
-        expected = by_hand([weights[index] for weights in seen], momentum)
+        expected = by_hand([weights[index] for weights in history], momentum)
         torch.testing.assert_close(shard.data.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -135,5 +135,5 @@ def test_until_begin_iter_the_average_is_the_weights(tmp_path, digits):
 def test_a_skipped_update_does_not_move_it(tmp_path, digits):
     runner, watch = train(tmp_path, digits, updates=5, spoil=2)
     assert watch.applied == [True, True, False, True, True]
-    moved = [weights for weights, applied in zip(watch.weights, watch.applied, strict=True) if applied]
-    torch.testing.assert_close(average_of(runner), by_hand(moved, 0.1), rtol=1e-5, atol=1e-6)
+    moves = [weights for weights, applied in zip(watch.weights, watch.applied, strict=True) if applied]
+    torch.testing.assert_close(average_of(runner), by_hand(moves, 0.1), rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests import needs
+from tests.support import needs
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup, build_torch_optimizer
 
@@ -60,23 +60,23 @@ def test_two_optimizers_step_as_each_alone() -> None:
         (ParamGroup("default", 2e-2, 0.1, ("a",)), [matrix]),
     ]
     config = OptimizerConfig(type="Muon", arguments={"momentum": 0.9}, adamw={"betas": (0.8, 0.9)})
-    joined = build_torch_optimizer(config, groups)
+    both = build_torch_optimizer(config, groups)
     alone = [
         torch.optim.Muon([twins[0]], lr=2e-2, weight_decay=0.1, momentum=0.9),
         torch.optim.AdamW([twins[1]], lr=1e-3, weight_decay=0.05, betas=(0.8, 0.9)),
     ]
-    assert [group["name"] for group in joined.param_groups] == ["default.adamw", "default"]
+    assert [group["name"] for group in both.param_groups] == ["default.adamw", "default"]
     for number in range(4):
         if number == 2:  # as a schedule does it
-            joined.param_groups[0]["lr"], joined.param_groups[1]["lr"] = 5e-4, 1e-2
+            both.param_groups[0]["lr"], both.param_groups[1]["lr"] = 5e-4, 1e-2
             alone[1].param_groups[0]["lr"], alone[0].param_groups[0]["lr"] = 5e-4, 1e-2
         for mine, twin in zip((matrix, vector), twins, strict=True):
             mine.grad = torch.sin(mine.detach() * (number + 2))
             twin.grad = mine.grad.clone()
-        for optimizer in (joined, *alone):
+        for optimizer in (both, *alone):
             optimizer.step()
     assert torch.equal(matrix, twins[0]) and torch.equal(vector, twins[1])
-    assert set(joined.state[matrix]) == {"momentum_buffer"} and "exp_avg" in joined.state[vector]
+    assert set(both.state[matrix]) == {"momentum_buffer"} and "exp_avg" in both.state[vector]
 
 
 def test_weight_decay_that_an_optimizer_does_not_have_is_refused() -> None:

@@ -29,6 +29,6 @@ def test_a_new_run_is_fused_and_stays_so(tmp_path, digits):
     straight = train(tmp_path / "straight", digits, updates=4)
     assert kernels(straight) == {True}
     train(tmp_path / "run", digits, updates=2)
-    resumed = train(tmp_path / "run", digits, updates=4, resume=True)
-    assert kernels(resumed) == {True}
-    assert all(map(torch.equal, weights(straight), weights(resumed)))
+    runner = train(tmp_path / "run", digits, updates=4, resume=True)
+    assert kernels(runner) == {True}
+    assert all(map(torch.equal, weights(straight), weights(runner)))

@@ -1,5 +1,5 @@
 """Muon through the Runner in one process: its parameters, a resume, and where it is refused. With FSDP2:
-``tests/end_to_end/engines/test_optimizers.py``.
+``tests/end_to_end/engines/training/test_optimizers.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests import needs
+from tests.support import needs
 from tests.tiny import tiny_config
 from unigen_ds.config.registry import OPTIMIZERS
 from unigen_ds.core.errors import CheckpointError, ConfigError
@@ -38,8 +38,8 @@ def state(runner: Runner) -> dict[str, dict[str, Any]]:
 def test_matrices_are_muons_and_everything_else_is_adamws(tmp_path: Path, digits: Path) -> None:
     runner = train(tmp_path, digits, updates=2)
     masters: dict[str, Parameter] = runner.backend._masters  # type: ignore[attr-defined]
-    muons = {name for name, kept in state(runner).items() if set(kept) == {"momentum_buffer"}}
-    others = {name for name, kept in state(runner).items() if set(kept) == {"step", "exp_avg", "exp_avg_sq"}}
+    muons = {name for name, moments in state(runner).items() if set(moments) == {"momentum_buffer"}}
+    others = {name for name, moments in state(runner).items() if set(moments) == {"step", "exp_avg", "exp_avg_sq"}}
     assert muons | others == set(state(runner))
     assert all(masters[name].ndim == 2 for name in muons)
     assert {name for name in others if masters[name].ndim == 2 and "embed" not in name} == {
@@ -53,15 +53,15 @@ def test_matrices_are_muons_and_everything_else_is_adamws(tmp_path: Path, digits
 def test_it_learns_and_resumes_bit_equal(tmp_path: Path, digits: Path) -> None:
     straight = train(tmp_path / "straight", digits, updates=5)
     train(tmp_path / "run", digits, updates=2)
-    resumed = train(tmp_path / "run", digits, updates=5, resume=True)
+    second = train(tmp_path / "run", digits, updates=5, resume=True)
     losses = [
         [line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
         for name in ("straight", "run")
     ]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
-    for name, kept in state(straight).items():
-        for kind, value in kept.items():
-            assert torch.equal(value, state(resumed)[name][kind]), (kind, name)
+    for name, moments in state(straight).items():
+        for kind, value in moments.items():
+            assert torch.equal(value, state(second)[name][kind]), (kind, name)
 
 
 def test_a_matrix_that_changes_its_optimizer_on_a_resume_is_named(tmp_path: Path, digits: Path) -> None:

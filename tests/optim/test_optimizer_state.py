@@ -29,7 +29,7 @@ class Plain(torch.optim.SGD):
         state["a"], state["nothing"] = p.grad.clone(), None  # type: ignore[union-attr]
 
 
-def stepped(keep: Any) -> torch.optim.Optimizer:
+def step_once(keep: Any) -> torch.optim.Optimizer:
     parameter = Parameter(torch.ones(4, 6))
     parameter.grad = torch.ones(4, 6)
     optimizer = type("Changed", (Plain,), {"keep": keep})([parameter])
@@ -52,15 +52,15 @@ def test_state_that_no_checkpoint_would_hold_is_refused(kind, value, words):
     def keep(self: Plain, p: Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.update({kind: value(p)}) if kind else group.update(count=value(p))
 
-    check_state(stepped(Plain.keep))
+    check_state(step_once(Plain.keep))
     with pytest.raises(ConfigError, match=words):
-        check_state(stepped(keep))
+        check_state(step_once(keep))
 
 
-@pytest.mark.parametrize("declared", [None, "yes", 1])
-def test_an_optimizer_must_declare_itself(declared):
+@pytest.mark.parametrize("value", [None, "yes", 1])
+def test_an_optimizer_must_declare_itself(value):
     with pytest.raises(ConfigError, match=r"Changed does not declare element_wise .*add the class attribute"):
-        element_wise(OptimizerConfig(type=type("Changed", (Plain,), {"element_wise": declared})).type)
+        element_wise(OptimizerConfig(type=type("Changed", (Plain,), {"element_wise": value})).type)
 
 
 def test_state_is_made_with_gradients_and_rates_of_zero():
@@ -75,7 +75,7 @@ def test_state_is_made_with_gradients_and_rates_of_zero():
 
 @pytest.mark.parametrize("example", [2.0, 1, torch.zeros((), dtype=torch.int64), torch.zeros(1)])
 def test_a_step_count_keeps_its_form(example):
-    made = step_count(example, 7.0)
-    assert type(made) is type(example) and made == 7
+    count = step_count(example, 7.0)
+    assert type(count) is type(example) and count == 7
     if isinstance(example, torch.Tensor):
-        assert made.dtype == example.dtype and made.shape == example.shape
+        assert count.dtype == example.dtype and count.shape == example.shape

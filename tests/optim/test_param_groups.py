@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import needs
+from tests.support import needs
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.optim.param_groups import build_param_groups
 from unigen_ds.optim.settings import Optimizer, OptimWrapper
@@ -157,7 +157,7 @@ CUSTOM_KEYS = [
 ]
 
 
-class Rooted(Model):
+class RootModel(Model):
     """With a parameter of its own in addition to its modules."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ def test_custom_keys_are_those_of_mmengines_own_constructor(custom_keys: dict) -
     from mmengine.optim import DefaultOptimWrapperConstructor
 
     paramwise = {"custom_keys": custom_keys, "norm_decay_mult": 0.5, "bias_decay_mult": 0.25}
-    model = Rooted()
+    model = RootModel()
     constructor = DefaultOptimWrapperConstructor(
         {"type": "OptimWrapper", "optimizer": {"type": "AdamW", "lr": 1e-2, "weight_decay": 0.1}},
         {**paramwise, "bypass_duplicate": True},
@@ -179,13 +179,13 @@ def test_custom_keys_are_those_of_mmengines_own_constructor(custom_keys: dict) -
     expected: dict[int, tuple[float, float]] = {}
     for group in constructor(model).optimizer.param_groups:
         expected |= {id(p): (group["lr"], group["weight_decay"] if group["lr"] else 0.0) for p in group["params"]}
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     keys = sorted(custom_keys, key=len, reverse=True)
-    matched = {n for n in named if any(key in (n if "." in n else f".{n}") for key in keys)}
+    matches = {n for n in parameters if any(key in (n if "." in n else f".{n}") for key in keys)}
     groups = build(paramwise, model, lr=1e-2)
-    found = {n: (group.lr, group.weight_decay) for group in groups for n in group.parameters}
-    assert set(found) == set(named) and matched
-    different = {n: (found[n], expected[id(named[n])]) for n in matched if found[n] != expected[id(named[n])]}
+    rates = {n: (group.lr, group.weight_decay) for group in groups for n in group.parameters}
+    assert set(rates) == set(parameters) and matches
+    different = {n: (rates[n], expected[id(parameters[n])]) for n in matches if rates[n] != expected[id(parameters[n])]}
     assert not different, different
 
 
@@ -199,7 +199,7 @@ def test_custom_keys_and_groups_together_are_refused() -> None:
 # ---- an optimizer of whole matrices, and AdamW for the rest ---------------------------------------------------------
 
 
-class Mixed(nn.Module):
+class MixedModel(nn.Module):
     """Every kind of parameter that the rule for matrices distinguishes, one tied pair, and a convolution."""
 
     def __init__(self) -> None:
@@ -219,20 +219,20 @@ MUON = {"type": "Muon", "lr": 0.02, "weight_decay": 0.1, "adamw": {"lr": 1e-3, "
 
 def groups_of(optimizer, **paramwise):
     wrapper = OptimWrapper.parse({"optimizer": optimizer, "paramwise_cfg": paramwise}, where="optim_wrapper")
-    named = Mixed().named_parameters(remove_duplicate=False)
-    return {group.name: group for group in build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)}
+    parameters = MixedModel().named_parameters(remove_duplicate=False)
+    return {group.name: group for group in build_param_groups(parameters, wrapper.optimizer, wrapper.paramwise_cfg)}
 
 
 @needs.MUON
 def test_muon_gets_matrices_and_adamw_the_rest():
-    found = groups_of(MUON)
-    assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in found.items()} == {
+    groups = groups_of(MUON)
+    assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in groups.items()} == {
         "default": (0.02, 0.1, False),
         "default.adamw": (1e-3, 0.05, True),
     }
-    assert set(found["default"].parameters) == {"block.weight", "connector.weight"}
+    assert set(groups["default"].parameters) == {"block.weight", "connector.weight"}
     rest = {"embed_tokens.weight", "block.bias", "connector.bias", "norm.weight", "norm.bias", "conv.weight"}
-    assert set(found["default.adamw"].parameters) == {*rest, "conv.bias", "out.weight"}, "out is tied to the head"
+    assert set(groups["default.adamw"].parameters) == {*rest, "conv.bias", "out.weight"}, "out is tied to the head"
 
 
 @needs.MUON
@@ -242,8 +242,8 @@ def test_a_pattern_changes_both_parts_by_the_same_factor():
         {"pattern": "block", "lr_mult": 2.0, "weight_decay": 0.3, "name": "two"},
         {"pattern": "conv", "lr": 0.0},
     ]
-    found = groups_of(MUON, groups=rules, norm_decay_mult=0.0)
-    assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in found.items()} == {
+    groups = groups_of(MUON, groups=rules, norm_decay_mult=0.0)
+    assert {name: (g.lr, g.weight_decay, g.by_adamw) for name, g in groups.items()} == {
         "default.adamw": (1e-3, 0.05, True),
         "default.adamw.norm": (1e-3, 0.0, True),
         "connector": (0.01, 0.1, False),

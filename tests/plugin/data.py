@@ -50,10 +50,10 @@ class RowsBatch(Batch):
         return self.inputs.numel()
 
     def target_counts(self) -> dict[str, float]:
-        return {"value": known(self.values)[1].sum().item(), "label": known(self.labels)[1].sum().item()}
+        return {"value": fill_unknown(self.values)[1].sum().item(), "label": fill_unknown(self.labels)[1].sum().item()}
 
 
-def known(targets: Tensor) -> tuple[Tensor, Tensor]:
+def fill_unknown(targets: Tensor) -> tuple[Tensor, Tensor]:
     """The targets with 0 for NaN, and 1.0 where they are known."""
     return targets.nan_to_num(), (~targets.isnan()).float()
 

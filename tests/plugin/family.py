@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from unigen_ds import FAMILIES, MODELS, Family, Generated, LossTerms, PublishedFormat, new_directory, pack_documents
 
-from .data import RowsBatch, RowsProcessor, known
+from .data import RowsBatch, RowsProcessor, fill_unknown
 
 
 @MODELS.register_module()
@@ -44,8 +44,8 @@ class RowsNetwork(nn.Module):
 
     def forward(self, batch: RowsBatch) -> LossTerms:
         values, logits = self.predict(batch.inputs).unbind(1)
-        targets, weights = known(batch.values)
-        labels, label_weights = known(batch.labels)
+        targets, weights = fill_unknown(batch.values)
+        labels, label_weights = fill_unknown(batch.labels)
         label_loss = binary_cross_entropy_with_logits(logits, labels, label_weights, reduction="sum")
         return LossTerms({"value": ((values - targets).square() * weights).sum(), "label": label_loss})
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
-from tests.end_to_end.engines.users import write_rows
+from tests.end_to_end.engines.jobs.users import write_rows
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.report.test_page import Page
 from tests.text_run import KeepBatches, text_config, words
@@ -23,7 +23,7 @@ from tools.inspect_data import main
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.config.registry import FILTERS
 from unigen_ds.core.batch import PackedBatch
-from unigen_ds.data.batches.shown import ShownImage, ShownToken, shown
+from unigen_ds.data.batches.display import ShownImage, ShownToken, display_samples
 from unigen_ds.data.datasets.filters import RecordFilter
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.runner import Runner
@@ -79,12 +79,12 @@ def digits(folder: Path) -> Path:
     sources = [{"type": "UnifiedGenerationDataset", "data_path": str(file)} for file in files]
     packing = {"type": "BestFitPacking", "window": 24}
     config["train_dataloader"] |= {"seq_length": 96, "packing": packing, "max_sample_tokens": 48, "dataset": sources}
-    return saved(folder, config)
+    return save_config(folder, config)
 
 
-def saved(folder: Path, made: Any) -> Path:
+def save_config(folder: Path, config: Any) -> Path:
     path = folder / "config.json.py"
-    values = plain_values(made)
+    values = plain_values(config)
     path.write_text("".join(f"{key} = {value!r}\n" for key, value in values.items()), encoding="utf-8")
     return path
 
@@ -123,22 +123,22 @@ def test_the_page_shows_the_first_batches_of_a_real_run(
     (folder,) = {path.parent for path in tmp_path.rglob("ledger.jsonl")}
     lines = [*read_lines(folder / "ledger.jsonl")]
     number = lines[-1]["sequences"][1]
-    found = page_of(config, "--num", str(number), out=tmp_path / "page.html")
-    assert len(found.ids) == number
+    html = page_of(config, "--num", str(number), out=tmp_path / "page.html")
+    assert len(html.ids) == number
     for line in lines:
         first, stop = line["sequences"]
-        assert sample_digest(name for row in found.ids[first:stop] for name in row) == line["digest"]
-    assert [name for row in found.ids for name in row] == [name for one in batches for name in one.sample_ids]
-    assert found.tokens() == sum(len(one.text_ids) + predicted_elsewhere(one) for one in batches)
-    assert found.tokens("l") == sum(len(one.text_target_ids) for one in batches) > 0
-    drawn = [len(image) for one in batches for image in latents(one, target=True)]
-    assert [int(re.search(r"(\d+) tokens?</figcaption>", one)[1]) for one in found.images("target")] == drawn  # type: ignore[index]
-    assert len(found.images("edited")) == sum(len(latents(one, target=False)) for one in batches)
-    assert len(found.images("condition")) == sum(len(one.vit_lengths) for one in batches)
-    facts = "".join(re.findall("<summary>.*?</summary>", "".join(found.sequences)))
-    for term, numbers in (("text", [len(one.text_target_ids) for one in batches]), ("image", map(sum, [drawn]))):
+        assert sample_digest(name for row in html.ids[first:stop] for name in row) == line["digest"]
+    assert [name for row in html.ids for name in row] == [name for one in batches for name in one.sample_ids]
+    assert html.tokens() == sum(len(one.text_ids) + predicted_elsewhere(one) for one in batches)
+    assert html.tokens("l") == sum(len(one.text_target_ids) for one in batches) > 0
+    sizes = [len(image) for one in batches for image in latents(one, target=True)]
+    assert [int(re.search(r"(\d+) tokens?</figcaption>", one)[1]) for one in html.images("target")] == sizes  # type: ignore[index]
+    assert len(html.images("edited")) == sum(len(latents(one, target=False)) for one in batches)
+    assert len(html.images("condition")) == sum(len(one.vit_lengths) for one in batches)
+    facts = "".join(re.findall("<summary>.*?</summary>", "".join(html.sequences)))
+    for term, numbers in (("text", [len(one.text_target_ids) for one in batches]), ("image", map(sum, [sizes]))):
         assert sum(map(int, re.findall(rf"(\d+) {term} targets", facts))) == sum(numbers)
-    assert f"Sequence {number - 1}" in found.text
+    assert f"Sequence {number - 1}" in html.text
 
 
 def predicted_elsewhere(batch: PackedBatch) -> int:
@@ -153,18 +153,18 @@ def predicted_elsewhere(batch: PackedBatch) -> int:
 
 def latents(batch: PackedBatch, *, target: bool) -> list[list[float]]:
     """Time steps of each image of the autoencoder that is a target, or is not."""
-    found, first = [], 0
+    times, first = [], 0
     for rows, columns in batch.latent_shapes:
-        found.append(batch.timesteps[first : first + rows * columns].tolist())
+        times.append(batch.timesteps[first : first + rows * columns].tolist())
         first += rows * columns
-    return [one for one in found if np.isfinite(one).all() == target]
+    return [one for one in times if np.isfinite(one).all() == target]
 
 
 # ---- what is left out ---------------------------------------------------------------------------------------------
 
 
-def rows_of(found: Shown, part: str, number: int = 0) -> list[list[str]]:
-    return found.page.tables[part][number][1:]
+def rows_of(html: Shown, part: str, number: int = 0) -> list[list[str]]:
+    return html.page.tables[part][number][1:]
 
 
 EMPTY = "an empty text (a caption, a question or an answer)"
@@ -181,17 +181,17 @@ def test_what_is_left_out_is_counted_with_examples(tmp_path: Path) -> None:
     text_config(tmp_path, records)
     limits = "[{'type':'KeepsPlain'}]"
     more = [f"train_dataloader.dataset.filters={limits}", "train_dataloader.dataset.num_used_data=18"]
-    found = page_of(tmp_path / "config.py", "--cfg-options", *more, out=tmp_path / "page.html")
-    left = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out")}
-    assert left["after the first num_used_data"][0] == "2"
-    assert left["removed by KeepsPlain"][0] == "1"
-    assert "train:5" in left["removed by KeepsPlain"][1]
-    assert left["longer than seq_length 16: left out"][0] == "1"
-    assert "train:6" in left["longer than seq_length 16: left out"][1]
-    kept = {row[1]: (row[2], row[4]) for row in rows_of(found, "left-out", 1)}
-    assert kept["longer than seq_length 16: split into pieces"][0] == "1"
-    assert kept[EMPTY][0] == "1" and "train:4" in kept[EMPTY][1]
-    assert "train:2" in kept["words that the tokenizer does not have (<unk>)"][1]
+    html = page_of(tmp_path / "config.py", "--cfg-options", *more, out=tmp_path / "page.html")
+    left_out = {row[1]: (row[2], row[4]) for row in rows_of(html, "left-out")}
+    assert left_out["after the first num_used_data"][0] == "2"
+    assert left_out["removed by KeepsPlain"][0] == "1"
+    assert "train:5" in left_out["removed by KeepsPlain"][1]
+    assert left_out["longer than seq_length 16: left out"][0] == "1"
+    assert "train:6" in left_out["longer than seq_length 16: left out"][1]
+    rest = {row[1]: (row[2], row[4]) for row in rows_of(html, "left-out", 1)}
+    assert rest["longer than seq_length 16: split into pieces"][0] == "1"
+    assert rest[EMPTY][0] == "1" and "train:4" in rest[EMPTY][1]
+    assert "train:2" in rest["words that the tokenizer does not have (<unk>)"][1]
 
 
 @FILTERS.register_module()
@@ -205,12 +205,12 @@ def test_a_sample_that_cannot_be_read_is_shown_as_the_padding_it_is(tmp_path: Pa
     (tmp_path / "broken.png").write_bytes((tmp_path / "one.png").read_bytes()[:60])
     names = ["one.png", "broken.png", "gone.png"]
     data = write_jsonl(tmp_path / "own.jsonl", [{"text_prompt": "draw a two", "image_path": name} for name in names])
-    made = tiny_config(tmp_path / "run", tmp_path, train_dataloader__batch_size=1)
-    made["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data)}
-    found = page_of(saved(tmp_path, made), "--num", "1", out=tmp_path / "page.html")
-    assert len(re.findall('class="skipped"', found.text)) == 2 and "tokens of padding: image " in found.text
-    left = {row[1]: row for row in rows_of(found, "left-out")}
-    row = left["an image that cannot be read: padding in their position"]
+    settings = tiny_config(tmp_path / "run", tmp_path, train_dataloader__batch_size=1)
+    settings["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data)}
+    html = page_of(save_config(tmp_path, settings), "--num", "1", out=tmp_path / "page.html")
+    assert len(re.findall('class="skipped"', html.text)) == 2 and "tokens of padding: image " in html.text
+    left_out = {row[1]: row for row in rows_of(html, "left-out")}
+    row = left_out["an image that cannot be read: padding in their position"]
     assert row[2] == "1" and "own:2" in row[4]
 
 
@@ -225,9 +225,9 @@ def test_everything_of_the_data_is_escaped_and_nothing_is_loaded(tmp_path: Path)
     character_tokenizer().save_pretrained(tokenizer)
     more = [f"tokenizer={{'type':'PretrainedTokenizer','path':'{tokenizer}'}}", "model.llm.vocab_size=600",
             "train_dataloader.seq_length=64"]  # fmt: skip
-    found = page_of(tmp_path / "config.py", "--cfg-options", *more, out=tmp_path / "page.html")
-    assert "<script>alert" not in found.text and found.text.count("</script>") == len(found.page.classes("script"))
-    assert len(found.page.loads_nothing()) == 5
+    html = page_of(tmp_path / "config.py", "--cfg-options", *more, out=tmp_path / "page.html")
+    assert "<script>alert" not in html.text and html.text.count("</script>") == len(html.page.classes("script"))
+    assert len(html.page.loads_nothing()) == 5
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_wrong_use_is_refused_before_the_data_is_read(
 def test_a_family_without_texts_and_images_has_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.txt")
     path = f"train_dataloader.dataset.path={tmp_path / 'rows.txt'}"
-    found = page_of("tests/plugin/config.py", "--cfg-options", path, out=tmp_path / "page.html")
-    assert len(found.ids) == 8 and all(found.ids) and "label targets" in found.text
+    html = page_of("tests/plugin/config.py", "--cfg-options", path, out=tmp_path / "page.html")
+    assert len(html.ids) == 8 and all(html.ids) and "label targets" in html.text
 
 
 # ---- a batch, taken apart -----------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_pixels_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.Monke
     runner = Runner.from_cfg(load_config(vlm(tmp_path), {"custom_hooks": [{"type": "KeepBatches"}]}), max_updates=2)
     runner.train()
     batches = next(hook for hook in runner.hooks if isinstance(hook, KeepBatches)).batches
-    parts = [part for one in batches for sample in shown(one, runner.processor) for part in sample.parts]
+    parts = [part for one in batches for sample in display_samples(one, runner.processor) for part in sample.parts]
     images = [part for part in parts if isinstance(part, ShownImage)]
     patches = torch.cat([one.vit_patches for one in batches])
     assert len(images) == sum(len(one.vit_lengths) for one in batches) and {one.size for one in images} == {(16, 16)}
@@ -272,8 +272,8 @@ def test_pixels_are_those_of_the_batch(tmp_path: Path, monkeypatch: pytest.Monke
     first = pixels.reshape(-1, 4, 4, 4, 4, 3).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 48)
     assert np.abs(first / 255 - patches.numpy()).max() < 0.5 / 255 + 1e-6
     tokens = [part for part in parts if isinstance(part, ShownToken)]
-    joined = "".join(token.text for token in tokens)
-    assert "<|im_start|>user" in joined and "<|global_image|>" in joined and "yo\nyo" in joined
+    whole = "".join(token.text for token in tokens)
+    assert "<|im_start|>user" in whole and "<|global_image|>" in whole and "yo\nyo" in whole
     learned = "".join(token.text for token in tokens if token.learned)
     assert learned and not re.sub(r"(red|blue|dark|yo\nyo)<\|im_end\|>\n", "", learned), "the answers alone"
 
@@ -290,9 +290,9 @@ def test_a_character_of_several_tokens_is_shown_once() -> None:
     inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=["<a>", "<b>"])
     tokenizer = _Tokenizer(fast, ["<a>", "<b>", "<a>", "<b>"])
-    written = "a é 😀 �x"
-    ids = tokenizer.encode(written)
+    text = "a é 😀 �x"
+    ids = tokenizer.encode(text)
     pieces = tokenizer.pieces(ids)
-    assert len(pieces) == len(ids) == len(written.encode()) and "".join(pieces) == written
+    assert len(pieces) == len(ids) == len(text.encode()) and "".join(pieces) == text
     assert pieces[2:4] == ["", "é"]
     assert tokenizer.pieces([ids[2], tokenizer.bos_id]) == ["", "�<a>"], "bytes that are no character"

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.processes import ENVIRONMENT, ROOT, run
+from tests.support.processes import ENVIRONMENT, ROOT, run
 from tests.tiny import tiny_config
 from tools.report import main
-from unigen_ds.evaluation.provenance import REQUIRED, Result, write_results
+from unigen_ds.evaluation.provenance import REQUIRED_KEYS, Result, write_results
 from unigen_ds.report.charts import MOST_POINTS, moving_average, reduce_points
 from unigen_ds.report.goodput import PARTS, spent_by_start
 from unigen_ds.report.reading import mask_secrets, read_work_dir
@@ -103,7 +103,7 @@ class Page(HTMLParser):
 
 @dataclass(frozen=True)
 class Runs:
-    killed: Path
+    first: Path
     other: Path
     pages: dict[Path, Page] = field(default_factory=dict)
 
@@ -117,16 +117,16 @@ def report(*folders: Path, more: tuple[str, ...] = (), out: Path | None = None) 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
-    killed, other = folder / "killed", folder / "other"
+    first, other = folder / "killed", folder / "other"
     Runner.from_cfg(tiny_config(other, digits, optim_wrapper__optimizer__lr=0.5e-3), max_updates=3).train()
-    done = run([sys.executable, "-c", KILLED, str(killed), str(digits)], cwd=ROOT, env=ENVIRONMENT, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    process = run([sys.executable, "-c", KILLED, str(first), str(digits)], cwd=ROOT, env=ENVIRONMENT, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
     batch = {"train_dataloader__batch_size": 6, "on_batch_change": "sqrt"}
-    Runner.from_cfg(tiny_config(killed, digits, resume=True, **SAVES, **batch), max_updates=9).train()
-    return Runs(killed, other)
+    Runner.from_cfg(tiny_config(first, digits, resume=True, **SAVES, **batch), max_updates=9).train()
+    return Runs(first, other)
 
 
-def copied(source: Path, target: Path) -> Path:
+def copy_run(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target
 
@@ -152,27 +152,27 @@ sys.exit(", ".join(name for name in sys.modules if name.startswith("unigen_ds.re
 
 def test_a_training_imports_no_module_of_the_report(digits: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", NO_REPORT, str(tmp_path / "run"), str(digits)]
-    done = run(command, cwd=ROOT, env=ENVIRONMENT, text=True)
-    assert done.returncode == 0, done.stderr
+    process = run(command, cwd=ROOT, env=ENVIRONMENT, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 # ---- what the run records -------------------------------------------------------------------------------------------
 
 
 def test_the_timeline_has_starts_saves_and_ends(runs: Runs) -> None:
-    lines = lines_of(runs.killed / "timeline.jsonl")
+    lines = lines_of(runs.first / "timeline.jsonl")
     assert [(line["event"], line["update"]) for line in lines] == [
         ("start", 0), ("time", 3), ("start", 3), ("time", 9), ("end", 9)
     ]  # fmt: skip
     first, second = lines[0], lines[2]
     assert first["checkpoint"] is None and first["findings"] == []
-    assert second["checkpoint"] == str(runs.killed / "iter_3.pth")
+    assert second["checkpoint"] == str(runs.first / "iter_3.pth")
     assert [start["geometry"]["batch_size"] for start in (first, second)] == [12, 6]
     assert first["topology"]["engine"] == "single" and first["config"]["train_dataloader"]["batch_size"] == 12
     assert 0 < second["start_up"] < 120
     assert "torch" in second["versions"] and second["machine"]["processes"] == 1
     commit = second["git"].get("package", {}).get("commit")
-    assert commit is None or (len(commit) == 40 and commit in report(runs.killed).texts["environment"])
+    assert commit is None or (len(commit) == 40 and commit in report(runs.first).texts["environment"])
     statuses = {finding["id"]: finding["status"] for finding in second["findings"]}
     assert statuses["batch.effective"] == "warn" and "ok" in statuses.values()
     for line in (lines[1], *lines[3:]):
@@ -202,38 +202,38 @@ def test_an_error_ends_the_timeline_with_its_reason(tmp_path: Path, digits: Path
 
 
 def test_the_page_is_complete_and_needs_no_network(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(runs.killed)]) == 0
-    assert capsys.readouterr().out.strip() == str(runs.killed / "report.html")
-    page = Page((runs.killed / "report.html").read_text(encoding="utf-8"))
+    assert main([str(runs.first)]) == 0
+    assert capsys.readouterr().out.strip() == str(runs.first / "report.html")
+    page = Page((runs.first / "report.html").read_text(encoding="utf-8"))
     assert set(page.texts) >= {"time", "curves", "validation", "previews", "checkpoints", "resumes", "skipped",
                                "environment", "config"}  # fmt: skip
     assert len(page.loads_nothing()) == 9
-    style = (runs.killed / "report.html").read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
+    style = (runs.first / "report.html").read_text(encoding="utf-8").partition("<style>")[2].partition("</style>")[0]
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme:dark" in style
 
 
 def test_kills_resumes_and_changes_are_shown(runs: Runs) -> None:
-    page = report(runs.killed)
+    page = report(runs.first)
     ((head, *starts),) = page.tables["time"]
     assert [(row[0], row[2], row[3]) for row in starts] == [("1", "0 – 5", "killed"), ("2", "3 – 9", "stopped")]
     assert head[4] == "Goodput" and all(row[4].endswith(" %") for row in starts)
-    assert starts[0][10] != "0.00 s" or read_work_dir(runs.killed).starts[0].reached == 5
+    assert starts[0][10] != "0.00 s" or read_work_dir(runs.first).starts[0].end_update == 5
     marks = [css for css in page.classes("line") if css.startswith("mark")]
     assert marks and set(marks) == {"mark batch"}
     assert "made void by a resume" in page.texts["curves"]
-    changed = {row[0]: row[1:] for row in page.tables["resumes"][0][1:]}
-    assert changed["geometry.batch_size"] == ["12", "6"]
-    assert changed["config.train_dataloader.batch_size"] == ["12", "6"]
-    warned = {row[1] for row in page.tables["resumes"][1][1:]}
-    assert "batch.effective" in warned
+    changes = {row[0]: row[1:] for row in page.tables["resumes"][0][1:]}
+    assert changes["geometry.batch_size"] == ["12", "6"]
+    assert changes["config.train_dataloader.batch_size"] == ["12", "6"]
+    warnings = {row[1] for row in page.tables["resumes"][1][1:]}
+    assert "batch.effective" in warnings
     numbers = page.tables["curves"][-1]
-    lines = read_work_dir(runs.killed).updates
+    lines = read_work_dir(runs.first).updates
     assert [row[0] for row in numbers[1:]] == [str(line["update"]) for line in lines] and len(lines) > 5
     assert [float(row[3]) for row in numbers[1:]] == pytest.approx([line["loss"] for line in lines], rel=1e-3)
 
 
 def test_checkpoints_with_parents_and_the_best(runs: Runs, tmp_path: Path) -> None:
-    folder = copied(runs.killed, tmp_path / "run")
+    folder = copy_run(runs.first, tmp_path / "run")
     (folder / "best_checkpoint").write_text("iter_12.pth\n")
     (folder / "lineage.json").write_text('{"start": null, "abandoned": [1], "last_commit": 3}')
     shutil.copytree(folder / "iter_12.pth", folder / "iter_18.pth")
@@ -247,18 +247,18 @@ def test_checkpoints_with_parents_and_the_best(runs: Runs, tmp_path: Path) -> No
 
 
 def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> None:
-    folder = copied(runs.killed, tmp_path / "run")
+    folder = copy_run(runs.first, tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as stream:
         for update, loss in ((3, 2.5), (6, 1.25), (9, 1.75)):
             line = {"event": "evaluation", "update": update, "val/loss": loss, "val/loss/text": loss / 2}
             stream.write(json.dumps(line) + "\n")
     results = folder / "eval_results" / "run"
     results.mkdir(parents=True)
-    stored = {"values": {"val/fid": 31.25}, "provenance": {"metric": "FID", "samples": 500, "model": {"hash": "abc"}}}
-    (results / "step_6.json").write_text(json.dumps(stored))
+    result = {"values": {"val/fid": 31.25}, "provenance": {"metric": "FID", "samples": 500, "model": {"hash": "abc"}}}
+    (results / "step_6.json").write_text(json.dumps(result))
     (results / "step_9.json").write_text("{")
-    known = dict.fromkeys(REQUIRED, "known")
-    write_results(results / "step_8.json", [Result({"bleu": 12.5}, known), Result({"rouge": 0.25}, known)])
+    provenance = dict.fromkeys(REQUIRED_KEYS, "known")
+    write_results(results / "step_8.json", [Result({"bleu": 12.5}, provenance), Result({"rouge": 0.25}, provenance)])
     page = report(folder)
     rows = {row[0]: row[1:] for row in page.tables["validation"][0][1:]}
     assert rows["bleu"][:5] == ["1", "12.5", "12.5", "12.5", "8"] and rows["rouge"][1] == "0.25"
@@ -272,7 +272,7 @@ def test_validation_metrics_and_their_provenance(runs: Runs, tmp_path: Path) -> 
 
 def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
-    folder = copied(runs.killed, tmp_path / "run <b>&")
+    folder = copy_run(runs.first, tmp_path / "run <b>&")
     with (folder / "skipped_samples.jsonl").open("a") as stream:
         stream.write(json.dumps({"update": 2, "sample": evil, "why": evil + "\x00\ud800"}) + "\n")
     with (folder / "metrics.jsonl").open("a") as stream:
@@ -283,7 +283,7 @@ def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
     with (folder / "timeline.jsonl").open("a") as stream:
         stream.write(json.dumps({"event": "end", "update": 9, "seconds": 9.0, "reason": evil}) + "\n")
     (folder / "config.py").write_text(evil)
-    page, clean = report(folder), report(runs.killed)
+    page, clean = report(folder), report(runs.first)
     assert page.classes("script").count("") - clean.classes("script").count("") == 3, "numbers of three more charts"
     assert not [a for tag, a in page.attributes if tag == "img"]
     for part in ("skipped", "validation", "config", "time"):
@@ -292,7 +292,7 @@ def test_everything_from_files_is_escaped(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_samples_that_were_skipped(runs: Runs, tmp_path: Path) -> None:
-    folder = copied(runs.killed, tmp_path / "run")
+    folder = copy_run(runs.first, tmp_path / "run")
     lines = [{"update": n, "sample": f"a:{n}:0", "why": "truncated" if n % 2 else "no such file"} for n in range(1, 8)]
     (folder / "skipped_samples.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in [*lines, {"event": "resume", "updates": 3}, lines[3]])
@@ -304,7 +304,7 @@ def test_samples_that_were_skipped(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_previews_are_inside_up_to_a_limit(runs: Runs, tmp_path: Path) -> None:
-    folder = copied(runs.killed, tmp_path / "run")
+    folder = copy_run(runs.first, tmp_path / "run")
     (folder / "previews").mkdir()
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
     for update in range(1, 10):
@@ -333,8 +333,8 @@ def timeline(folder: Path, *lines: dict[str, Any]) -> Path:
 
 
 def event(kind: str, update: int, seconds: float = 0.0, **sections: float) -> dict[str, Any]:
-    named = {name.replace("_", ":"): value for name, value in sections.items()}
-    return {"event": kind, "update": update, "seconds": seconds, "sections": named, "reason": "complete"}
+    by_name = {name.replace("_", ":"): value for name, value in sections.items()}
+    return {"event": kind, "update": update, "seconds": seconds, "sections": by_name, "reason": "complete"}
 
 
 FIRST = {"event": "start", "update": 0, "start_up": 10.0, "time": "2026-01-01T00:00:10+00:00"}
@@ -382,7 +382,7 @@ DAMAGES = [
 
 
 def test_damaged_and_missing_files_leave_the_rest(runs: Runs, tmp_path: Path) -> None:
-    folder = copied(runs.killed, tmp_path / "run")
+    folder = copy_run(runs.first, tmp_path / "run")
     names = ["metrics.jsonl", "ledger.jsonl", "timeline.jsonl", "skipped_samples.jsonl", "lineage.json", "config.py",
              "best_checkpoint", "last_checkpoint", "results.json",
              "iter_12.pth/manifest.json", "iter_12.pth/hooks.json", "eval_results/1.json"]  # fmt: skip
@@ -428,7 +428,7 @@ def test_wrong_arguments(tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixtu
 
 
 def test_several_runs_are_compared(runs: Runs, tmp_path: Path) -> None:
-    page = report(runs.killed, runs.other, out=tmp_path / "both.html")
+    page = report(runs.first, runs.other, out=tmp_path / "both.html")
     table, differences = page.tables["comparison"]
     assert [row[:2] for row in table[1:]] == [["killed", "9"], ["other", "3"]]
     rows = {row[0]: row[1:] for row in differences[1:]}
@@ -445,7 +445,7 @@ def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_p
         "b": [{"type": "LedgerHook"}, evaluate, {**ema, "momentum": 0.2}, {"type": "EvaluateHook", "interval": 3}],
     }
     for name, hooks in lists.items():
-        (path := copied(runs.other, tmp_path / name) / "timeline.jsonl")
+        (path := copy_run(runs.other, tmp_path / name) / "timeline.jsonl")
         first, *rest = lines_of(path)
         first["config"]["custom_hooks"] = hooks
         path.write_text("".join(json.dumps(line) + "\n" for line in [first, *rest]))
@@ -463,7 +463,7 @@ def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_p
 def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
     config = {"tokenizer": {"path": "x"}, "writers": [{"api_key": "abc", "name": "n"}], "hub": {"password": None}}
     assert mask_secrets(config) == {**config, "writers": [{"api_key": "***", "name": "n"}]}
-    folder = copied(runs.other, tmp_path / "run")
+    folder = copy_run(runs.other, tmp_path / "run")
     start, *rest = lines_of(folder / "timeline.jsonl")
     start["config"]["writer"] = {"api_key": "hidden-value"}
     (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [start, *rest]))
@@ -476,8 +476,8 @@ def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
 def test_long_curves_keep_their_extremes() -> None:
     points = [(float(x), 1.0) for x in range(10 * MOST_POINTS)]
     points[1234], points[4321] = (1234.0, 9.0), (4321.0, -9.0)
-    kept = reduce_points(points)
-    assert len(kept) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(kept)
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    result = reduce_points(points)
+    assert len(result) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(result)
+    assert [x for x, _ in result] == sorted(x for x, _ in result)
     line = [(float(x), 2.0 * x) for x in range(400)]
     assert np.allclose(moving_average(line), line)

@@ -29,11 +29,11 @@ def schedules(ruler: Ruler, *, curve: Any = CURVE, epochs: int = EPOCHS, lr: flo
     return Schedules.from_cfg(curve, ruler=ruler, base=base, total_sequences=epochs * ruler.sequences_per_epoch)
 
 
-def stored(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any) -> Manifest:
+def manifest_of(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any) -> Manifest:
     """A run of 100,000 samples over 8 epochs, drop-last, at ``iterations`` of ``geometry``."""
     first = Ruler(FIRST, SAMPLES // FIRST.sequences_per_iteration * FIRST.sequences_per_iteration)
     sequences = iterations * geometry.sequences_per_iteration
-    given: dict[str, Any] = dict(
+    fields: dict[str, Any] = dict(
         progress=Progress(sequences=sequences, samples=sequences, tokens=9 * sequences, updates=iterations),
         geometry=geometry,
         ruler=first,
@@ -47,11 +47,11 @@ def stored(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any)
         },
         versions={"torch": "2.13.0"},
     )
-    return make_manifest(**{**given, **values})
+    return make_manifest(**{**fields, **values})
 
 
 def proposal(manifest: Manifest, geometry: Geometry, **values: Any) -> Proposal:
-    given: dict[str, Any] = dict(
+    fields: dict[str, Any] = dict(
         checkpoint="/runs/a/iter_1500.pth",
         config=manifest.config,
         geometry=geometry,
@@ -64,11 +64,11 @@ def proposal(manifest: Manifest, geometry: Geometry, **values: Any) -> Proposal:
         averages=True,
         free_bytes=10_000,
     )
-    return Proposal(**{**given, **values})
+    return Proposal(**{**fields, **values})
 
 
-def found(manifest: Manifest, proposed: Proposal) -> dict[str, Finding]:
-    findings = run(manifest, proposed)
+def check(manifest: Manifest, proposal: Proposal) -> dict[str, Finding]:
+    findings = run(manifest, proposal)
     assert len({f.id for f in findings}) == len(findings), "an id is unique"
     return {f.id: f for f in findings}
 
@@ -78,8 +78,8 @@ def found(manifest: Manifest, proposed: Proposal) -> dict[str, Finding]:
 
 def test_the_guides_change_of_batch_in_its_own_numbers():
     """390 iterations an epoch, 3.85 epochs, 48.1 %; iteration 1500 becomes 3000. Read bare it would be 24.0 %."""
-    manifest = stored()
-    position = found(manifest, proposal(manifest, Geometry(64, 2, 2)))["progress.position"]
+    manifest = manifest_of()
+    position = check(manifest, proposal(manifest, Geometry(64, 2, 2)))["progress.position"]
     assert position.was == "iteration 1,500 of 3,120 (390 an epoch): 3.85 epochs, 48.1%"
     assert position.now == "iteration 3,000 of 6,240 (780 an epoch): 3.85 epochs, 48.1%"
     assert "1500 read at 781 iterations an epoch would be 1.92 epochs (24.0%)" in position.why
@@ -88,15 +88,15 @@ def test_the_guides_change_of_batch_in_its_own_numbers():
 
 def test_twice_the_processes_are_another_batch():
     """Batch size and accumulation as before: the number of processes alone changes the effective batch."""
-    manifest = stored()
-    batch = found(manifest, proposal(manifest, Geometry(FIRST.batch_size, 1, 2 * FIRST.dp_size)))["batch.effective"]
+    manifest = manifest_of()
+    batch = check(manifest, proposal(manifest, Geometry(FIRST.batch_size, 1, 2 * FIRST.dp_size)))["batch.effective"]
     assert batch.status == "block" and "effective batch size differs" in batch.why
     assert batch.was.endswith("= 256") == batch.now.endswith("= 512"), (batch.was, batch.now)
 
 
 def test_the_learning_rate_is_the_same_function_of_data_after_it():
-    manifest = stored()
-    findings = found(manifest, proposal(manifest, Geometry(64, 2, 2)))
+    manifest = manifest_of()
+    findings = check(manifest, proposal(manifest, Geometry(64, 2, 2)))
     assert findings["lr.curve"].status == "ok" and findings["lr.curve"].was == findings["lr.curve"].now
     assert findings["batch.effective"].status == "ok"
     points = learning_rates(manifest, Schedules.from_state_dict(manifest.schedule))
@@ -112,8 +112,8 @@ def test_the_learning_rate_is_the_same_function_of_data_after_it():
 
 
 def test_two_to_three_processes_names_the_nearest():
-    manifest = stored()
-    batch = found(manifest, proposal(manifest, Geometry(85, 1, 3)))["batch.effective"]
+    manifest = manifest_of()
+    batch = check(manifest, proposal(manifest, Geometry(85, 1, 3)))["batch.effective"]
     assert batch.status == "block" and "255 and 258" in batch.remedy
 
 
@@ -121,16 +121,16 @@ def test_two_to_three_processes_names_the_nearest():
 
 
 def test_a_complete_run_says_so():
-    manifest = stored(iterations=3120)
-    left = found(manifest, proposal(manifest, FIRST))["progress.left"]
-    assert left.status == "warn" and "nothing is left to train" in left.why
+    manifest = manifest_of(iterations=3120)
+    finding = check(manifest, proposal(manifest, FIRST))["progress.left"]
+    assert finding.status == "warn" and "nothing is left to train" in finding.why
 
 
 def test_a_learning_rate_of_zero_for_the_rest_is_no_sensible_schedule():
-    manifest = stored()
+    manifest = manifest_of()
     ends = [{"type": "LinearLR", "start_factor": 1.0, "end_factor": 0.0, "by_epoch": True, "begin": 0, "end": 3,
              "convert_to_iter_based": True}]  # fmt: skip
-    curve = found(manifest, proposal(manifest, FIRST, schedules=schedules(manifest.ruler, curve=ends)))["lr.curve"]
+    curve = check(manifest, proposal(manifest, FIRST, schedules=schedules(manifest.ruler, curve=ends)))["lr.curve"]
     assert curve.status == "warn" and curve.guide == 4 and "every learning rate is 0" in curve.why
 
 
@@ -156,13 +156,13 @@ CHANGED: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("id", CHANGED)
 def test_what_a_change_means(id):
     values, status, why = CHANGED[id]
-    finding = found(stored(), proposal(stored(), FIRST, **values))[id]
+    finding = check(manifest_of(), proposal(manifest_of(), FIRST, **values))[id]
     assert finding.status == status and why in finding.why
     assert status != "block" or finding.remedy
 
 
 def test_one_checkpoint_of_room_is_a_warning():
-    assert found(stored(), proposal(stored(), FIRST, free_bytes=1501))["disk.free"].status == "warn"
+    assert check(manifest_of(), proposal(manifest_of(), FIRST, free_bytes=1501))["disk.free"].status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_one_checkpoint_of_room_is_a_warning():
 def test_changed_data_by_choice(choice, obstacles, status):
     change = DataChange((("sizes", "a had 3 records and has 4"),), obstacles)
     values = {"data": change, "on_data_change": choice}
-    assert found(stored(), proposal(stored(), FIRST, **values))["data.unchanged"].status == status
+    assert check(manifest_of(), proposal(manifest_of(), FIRST, **values))["data.unchanged"].status == status

@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def changed(**edits: Any) -> dict[str, Any]:
+def edit(**edits: Any) -> dict[str, Any]:
     config = copy.deepcopy(CONFIG)
     for path, value in edits.items():
         *sections, last = path.split("__")
@@ -75,5 +75,5 @@ def changed(**edits: Any) -> dict[str, Any]:
     ],
 )
 def test_edits(edits: dict[str, Any], sizes: list[str], settings: list[str]) -> None:
-    assert other_sizes(CONFIG, changed(**edits)) == sizes
-    assert edited_settings(CONFIG, changed(**edits)) == settings
+    assert other_sizes(CONFIG, edit(**edits)) == sizes
+    assert edited_settings(CONFIG, edit(**edits)) == settings

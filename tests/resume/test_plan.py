@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.support import flip_byte, make_manifest, save, save_chain
-from tests.processes import ROOT, popen
+from tests.support.processes import ROOT, popen
 from tests.tiny import TINY, tiny_config
 from tools.train import main
 from unigen_ds.checkpoint import store
@@ -74,8 +74,8 @@ def test_resume_with_none_usable_is_an_error_and_without_any_checkpoint_it_is_fr
 @pytest.mark.parametrize("key", ["resume", "load_from"])
 def test_a_named_checkpoint_is_resumed_in_full(tmp_path, key):
     path = save(tmp_path / "other")
-    given: dict[str, Any] = {"resume": True, "load_from": None, key: str(path)}
-    plan = plan_resume(tmp_path / "run", **given)
+    options: dict[str, Any] = {"resume": True, "load_from": None, key: str(path)}
+    plan = plan_resume(tmp_path / "run", **options)
     assert (plan.mode, plan.checkpoint) == ("resume", path) and plan.manifest is not None
     assert plan.messages == (f"Resumed from the checkpoint {path}.",)
 
@@ -100,13 +100,13 @@ def test_two_names_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", [{"resume": True}, {"resume": True, "load_from": "a"}, {"resume": "a"}, {"resume": AUTO}, {}]
+    "options", [{"resume": True}, {"resume": True, "load_from": "a"}, {"resume": "a"}, {"resume": AUTO}, {}]
 )
-def test_a_resume_is_exact(tmp_path, given):
+def test_a_resume_is_exact(tmp_path, options):
     """And without ``load_from`` there is nothing to load."""
     with pytest.raises(ConfigError, match=r"load_cfg is set, but .*load_cfg=null"):
         plan_resume(
-            tmp_path, **{"resume": False, "load_from": None, **given}, load_cfg=LoadSettings(allow=("missing",))
+            tmp_path, **{"resume": False, "load_from": None, **options}, load_cfg=LoadSettings(allow=("missing",))
         )
 
 
@@ -119,30 +119,30 @@ def test_a_file_inside_and_relative_paths_and_links_mean_the_directory(tmp_path,
     monkeypatch.chdir(tmp_path)
     inside = [str(path / name) for name in ("model.safetensors", "manifest.json", "ema/rank00000.safetensors", "ema")]
     relative = ("work_dirs/run/iter_12.pth", "./work_dirs/../link/", "work_dirs/run/iter_12.pth/hooks.json")
-    for given in (str(path), *inside, *relative):
-        assert checkpoint_directory(given) == path, given
+    for place in (str(path), *inside, *relative):
+        assert checkpoint_directory(place) == path, place
 
 
 @pytest.mark.parametrize("key", ["resume", "load_from"])
 def test_the_folder_of_a_run_means_its_newest_valid_checkpoint(tmp_path, key):
     paths = save_chain(tmp_path / "other", 12, 24, 36)
     (paths[2] / FILE_NAME).unlink()
-    given = {"resume": False, "load_from": None, key: str(tmp_path / "other")}
-    plan = plan_resume(tmp_path / "run", **given)
+    options = {"resume": False, "load_from": None, key: str(tmp_path / "other")}
+    plan = plan_resume(tmp_path / "run", **options)
     assert (plan.mode, plan.checkpoint) == ("resume" if key == "resume" else "weights", paths[1])
     assert plan.messages[0].startswith(f"Not resumed from {paths[2]}: ")
     assert plan.messages[1] == f"{tmp_path / 'other'} is the folder of a run: iter_24.pth is its newest."
     for path in paths[:2]:
         flip_byte(path / "model.safetensors")
     with pytest.raises(CheckpointError, match="none is usable"):
-        plan_resume(tmp_path / "run", **given)
+        plan_resume(tmp_path / "run", **options)
 
 
 # ---- another model, another optimizer -------------------------------------------------------------------------------
 
 
-def rows(**changed: Any) -> list[dict[str, Any]]:
-    return [{**row, **changed} if row["name"] == "weight" else row for row in make_manifest().parameters]
+def rows(**changes: Any) -> list[dict[str, Any]]:
+    return [{**row, **changes} if row["name"] == "weight" else row for row in make_manifest().parameters]
 
 
 CONFIG = make_manifest().config
@@ -153,15 +153,15 @@ def check_model(*, parameters: list[dict[str, Any]], config: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         (rows(shape=[6, 4]), r"weight was \[4, 6\] and is \[6, 4\]"),  # as many elements: no engine would notice
         (rows(name="gain"), "gain is new; weight is gone"),
         (rows(trainable=False), "weight is frozen now"),
     ],
 )
-def test_another_model_is_refused(parameters, said):
-    with pytest.raises(ResumeBlocked, match=said):
+def test_another_model_is_refused(parameters, message):
+    with pytest.raises(ResumeBlocked, match=message):
         check_model(parameters=parameters, config=CONFIG)
     check_model(parameters=rows(), config=CONFIG)
     check_model(parameters=rows(group="other"), config=CONFIG)
@@ -193,8 +193,8 @@ class Bench:
     digits: Path
 
     def train(self, name: str, *, updates: int, **options: Any) -> Runner:
-        changed = {key.replace("__", "."): value for key, value in options.items()}
-        config = tiny_config(self.folder / name, self.digits, **{**OPTIONS, **changed})
+        overrides = {key.replace("__", "."): value for key, value in options.items()}
+        config = tiny_config(self.folder / name, self.digits, **{**OPTIONS, **overrides})
         runner = Runner.from_cfg(config, max_updates=updates)
         runner.train()
         return runner
@@ -203,8 +203,8 @@ class Bench:
         return read_lines(self.folder / name / file)
 
     def command(self, name: str, *flags: str, **options: Any) -> int:
-        changed = {key.replace("__", "."): value for key, value in options.items()}
-        values = {**TINY, **OPTIONS, "train_dataloader.dataset.root": str(self.digits), **changed}
+        overrides = {key.replace("__", "."): value for key, value in options.items()}
+        values = {**TINY, **OPTIONS, "train_dataloader.dataset.root": str(self.digits), **overrides}
         pairs = [f"{key}={value if isinstance(value, str) else repr(value)}" for key, value in values.items()]
         arguments = ["unified_digits", "--work-dir", str(self.folder / name), "--max-updates", "6", *flags]
         return main([*arguments, "--cfg-options", *pairs])
@@ -233,7 +233,7 @@ def test_the_same_effective_batch_in_another_geometry_is_the_same_training(bench
             train_dataloader__batch_size=batch_size,
             optim_wrapper__accumulative_counts=accumulation,
         )
-    names = [found.path.name for found in store.list_checkpoints(bench.folder / "geometry")]
+    names = [checkpoint.path.name for checkpoint in store.list_checkpoints(bench.folder / "geometry")]
     assert names == ["iter_12.pth", "iter_48.pth", "iter_12_2.pth", "iter_42.pth"]
     straight, other = bench.lines("straight"), bench.lines("geometry")
     assert [line["update"] for line in other] == list(range(1, 15))
@@ -248,7 +248,7 @@ def test_the_same_effective_batch_in_another_geometry_is_the_same_training(bench
     assert bench.lines("geometry", "ledger.jsonl")[-1]["sequences"] == [156, 168]
 
 
-def written(folder: Path) -> dict[str, tuple[int, int]]:
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of every file but the text log, which tells of the refusal, and the lock."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.suffix != ".log" and p.name != ".lock"]
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
@@ -266,10 +266,10 @@ def test_what_may_change(bench):
 
 
 def test_a_fresh_start_over_checkpoints_exits_2(bench, capsys):
-    before = written(bench.folder / "short")
+    before = files_of(bench.folder / "short")
     assert bench.command("short") == 2
     assert bench.command("short", "--load-from", str(bench.folder / "straight")) == 2
-    assert written(bench.folder / "short") == before
+    assert files_of(bench.folder / "short") == before
 
 
 def test_a_second_process_in_the_folder_is_refused(bench):
@@ -282,10 +282,10 @@ def test_a_second_process_in_the_folder_is_refused(bench):
     command = [sys.executable, "-c", hold, str(folder)]
     with popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        before = written(folder)
+        before = files_of(folder)
         assert bench.command("busy", "--resume") == 2
         assert f"another process trains in {folder} (process {other.pid} on " in (folder / "train.log").read_text()
-        assert written(folder) == before and staging.is_dir()
+        assert files_of(folder) == before and staging.is_dir()
         other.communicate()
     assert bench.command("busy", "--resume") == 0
     assert not staging.exists()
@@ -295,13 +295,13 @@ def test_load_from_takes_weights_only(bench):
     start = bench.folder / "short" / "iter_12.pth"
     runner = bench.train("weights", updates=0, load_from=str(start))
     assert runner.progress.updates == runner.progress.sequences == 0
-    stored = load_file(start / "model.safetensors")
+    source = load_file(start / "model.safetensors")
     own = dict(runner.backend.model.state_dict())
-    assert set(own) == set(stored) and all(torch.equal(own[name], stored[name]) for name in own)
+    assert set(own) == set(source) and all(torch.equal(own[name], source[name]) for name in own)
     assert not runner.backend._optimizer.state  # type: ignore[attr-defined]
     average = ema_of(runner)
     assert average is not None and average.average.num_updates == 0
-    assert all(torch.equal(shard.data, stored[shard.name].reshape(-1)) for shard in average.average.shards)
+    assert all(torch.equal(shard.data, source[shard.name].reshape(-1)) for shard in average.average.shards)
     bench.train("weights", updates=2, load_from=str(start))
     lines = bench.lines("weights")
     assert [line["update"] for line in lines] == [1, 2]
@@ -336,7 +336,7 @@ def test_a_larger_model_takes_what_is_allowed_and_says_what_it_leaves(bench):
     assert f"WARNING Weights: {len(missing)} missing in the checkpoint: {missing[0]}; " in log
     assert f"and {len(missing) - 8} more." in log and " under another name: language_model.model.layers.1." in log
     own = dict(bench.train("larger_too", updates=0, load_from=str(start), **larger).backend.model.state_dict())
-    ours = {stored: name for name, stored in report["renamed"].items()}
+    ours = {source: name for name, source in report["renamed"].items()}
     for name, tensor in load_file(start / "model.safetensors").items():
         assert torch.equal(own[ours.get(name, name)], tensor), name
     assert bench.command("larger", "--resume", **larger, load_from=str(start)) == 0  # the command that began it
@@ -356,9 +356,9 @@ def test_going_back_leaves_the_later_ones_and_does_not_return_to_them(bench):
     assert bench.lines(name)[-1]["update"] == 4  # what lies beyond is void
     runner = bench.train(name, updates=6, resume=True)
     assert runner.progress.updates == 6
-    found, _ = store.newest(bench.folder / name)
-    assert found is not None and found.path.name == "iter_18.pth" and found.manifest is not None
-    assert found.manifest.parent == "iter_12.pth"
+    checkpoint, _ = store.newest(bench.folder / name)
+    assert checkpoint is not None and checkpoint.path.name == "iter_18.pth" and checkpoint.manifest is not None
+    assert checkpoint.manifest.parent == "iter_12.pth"
     losses = [[line["loss"] for line in bench.lines(n)[:6]] for n in ("straight", name)]
     assert losses[0] == losses[1]
 

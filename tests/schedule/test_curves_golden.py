@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.golden_files import NANOVLM, read_json
+from tests.support.golden_files import NANOVLM, read_json
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.schedule import Schedules
 

@@ -33,16 +33,16 @@ def mmengine_run(specs: list[dict], *, iterations: int, epoch_length: int) -> li
             schedulers.append(cls.build_iter_from_epoch(optimizer, epoch_length=epoch_length, **arguments))
         else:
             schedulers.append(cls(optimizer, **arguments))
-    seen = []
+    rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for iteration in range(iterations):
-            seen.append(tuple(group["lr"] for group in optimizer.param_groups))
+            rates.append(tuple(group["lr"] for group in optimizer.param_groups))
             optimizer.step()
             for scheduler in schedulers:
                 if not scheduler.by_epoch or (iteration + 1) % epoch_length == 0:
                     scheduler.step()
-    return seen
+    return rates
 
 
 def our_run(specs: list[dict], *, iterations: int, epoch_length: int) -> list[tuple[float, ...]]:
@@ -54,11 +54,11 @@ def our_run(specs: list[dict], *, iterations: int, epoch_length: int) -> list[tu
         base=[{"name": str(lr), "lr": lr} for lr in BASE],
         total_sequences=iterations * PER_ITERATION,
     )
-    seen = {
+    rates = {
         i: tuple(group["lr"] for group in schedules.at(Progress(sequences=i * PER_ITERATION)))
         for i in reversed(range(iterations))
     }
-    return [seen[i] for i in range(iterations)]
+    return [rates[i] for i in range(iterations)]
 
 
 def assert_equal(ours: list[tuple[float, ...]], theirs: list[tuple[float, ...]]) -> None:

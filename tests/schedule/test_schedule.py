@@ -11,7 +11,7 @@ from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule import Schedules, config_text
+from unigen_ds.schedule import Schedules, curves_text
 from unigen_ds.schedule.schedule import CurveList
 
 BASE = [{"name": "default", "lr": 1e-4}, {"name": "connector", "lr": 5e-3}, {"name": "frozen", "lr": 0.0}]
@@ -64,10 +64,10 @@ class TestGeometry:
         a = make(cfg, geometry=Geometry(8, 1), per_epoch=per_epoch, total=4.0 * per_epoch)
         b = make(cfg, geometry=Geometry(4, 2), per_epoch=per_epoch, total=4.0 * per_epoch)
         c = make(cfg, geometry=Geometry(1, 4, 2), per_epoch=per_epoch, total=4.0 * per_epoch)
-        seen = [lrs(a, sequences) for sequences in range(0, 4 * per_epoch, 8)]
-        assert len({tuple(s) for s in seen}) > 20
+        rates = [lrs(a, sequences) for sequences in range(0, 4 * per_epoch, 8)]
+        assert len({tuple(s) for s in rates}) > 20
         assert (
-            seen == [lrs(b, s) for s in range(0, 4 * per_epoch, 8)] == [lrs(c, s) for s in range(0, 4 * per_epoch, 8)]
+            rates == [lrs(b, s) for s in range(0, 4 * per_epoch, 8)] == [lrs(c, s) for s in range(0, 4 * per_epoch, 8)]
         )
 
     def test_only_the_data_consumed_counts(self) -> None:
@@ -119,8 +119,8 @@ class TestUnits:
 class TestState:
     @pytest.mark.parametrize("cfg", [WARMUP_COSINE, EVERY_KIND, None], ids=["xtuner", "every kind", "none"])
     def test_round_trip_is_bit_equal(self, cfg) -> None:
-        unscaled = make(cfg, per_epoch=797, geometry=Geometry(3, 2, 2)).state_dict()
-        plain, before = (Schedules.from_state_dict({**unscaled, "lr_scale": scale}) for scale in (1.0, 1 / 3))
+        state = make(cfg, per_epoch=797, geometry=Geometry(3, 2, 2)).state_dict()
+        plain, before = (Schedules.from_state_dict({**state, "lr_scale": scale}) for scale in (1.0, 1 / 3))
         text = json.dumps(before.state_dict(), allow_nan=False)
         after = Schedules.from_state_dict(json.loads(text))
         assert after == before
@@ -142,20 +142,20 @@ class TestState:
 
     def test_the_text_tells_an_edit(self) -> None:
         def text(curves: Any) -> str:
-            return config_text(CurveList.parse({"param_scheduler": curves}).param_scheduler)
+            return curves_text(CurveList.parse({"param_scheduler": curves}).param_scheduler)
 
-        stored = make(WARMUP_COSINE).config
-        reordered = [dict(reversed(list(spec.items()))) for spec in WARMUP_COSINE]
-        assert text(reordered) == stored
-        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]) == stored
-        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]) != stored
+        old = make(WARMUP_COSINE).config
+        other_order = [dict(reversed(list(spec.items()))) for spec in WARMUP_COSINE]
+        assert text(other_order) == old
+        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]) == old
+        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]) != old
         assert text(WARMUP_COSINE[0]) == text(WARMUP_COSINE[:1])
 
     def test_a_default_made_explicit_is_no_edit(self) -> None:
-        stored = make(WARMUP_COSINE)
+        old = make(WARMUP_COSINE)
         explicit = make([{**WARMUP_COSINE[0], "end_factor": 1, "unit": None}, WARMUP_COSINE[1]])
-        assert explicit.config != stored.config and explicit.same_curves(stored)
-        assert not make([{**WARMUP_COSINE[0], "end_factor": 0.9}, WARMUP_COSINE[1]]).same_curves(stored)
+        assert explicit.config != old.config and explicit.same_curves(old)
+        assert not make([{**WARMUP_COSINE[0], "end_factor": 0.9}, WARMUP_COSINE[1]]).same_curves(old)
 
     def test_refuses_what_it_cannot_read(self) -> None:
         state = make(WARMUP_COSINE).state_dict()
@@ -185,9 +185,9 @@ class TestErrors:
         ],
     )
     def test_bad_config(self, cfg, words: str) -> None:
-        with pytest.raises(ConfigError, match=words) as caught:
+        with pytest.raises(ConfigError, match=words) as error:
             make(cfg)
-        assert "param_scheduler" in str(caught.value)
+        assert "param_scheduler" in str(error.value)
 
 
 def test_a_class_of_mmengine_means_the_curve_of_its_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.processes import run
+from tests.support.processes import run
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system import dist
 
@@ -21,12 +21,12 @@ print("still here")
 """
 
 
-@pytest.mark.parametrize(("world", "status", "said"), [("2", 3, ""), ("1", 0, "still here")])
-def test_one_of_several_processes_leaves_at_once(world: str, status: int, said: str) -> None:
+@pytest.mark.parametrize(("world", "status", "message"), [("2", 3, ""), ("1", 0, "still here")])
+def test_one_of_several_processes_leaves_at_once(world: str, status: int, message: str) -> None:
     variables = {"WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0"}
-    ended = run([sys.executable, "-c", CODE], env={**os.environ, **variables}, text=True)
-    assert ended.returncode == status, ended.stderr
-    assert ended.stdout.split("\n") == ["registered before", ""] if world == "2" else said in ended.stdout
+    process = run([sys.executable, "-c", CODE], env={**os.environ, **variables}, text=True)
+    assert process.returncode == status, process.stderr
+    assert process.stdout.split("\n") == ["registered before", ""] if world == "2" else message in process.stdout
 
 
 def test_a_variable_of_a_launcher_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

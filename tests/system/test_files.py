@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from unigen_ds.system import files
 from unigen_ds.system.files import (
     delete_inside,
@@ -36,35 +36,35 @@ def test_an_error_keeps_what_was_there(tmp_path: Path) -> None:
 
 
 def test_a_new_name_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[str] = []
+    paths: list[str] = []
     fsync = os.fsync
 
-    def counted(descriptor: int) -> None:
-        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    def note_flush(descriptor: int) -> None:
+        paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         assert (tmp_path / "final" / "file").exists(), "flushed after the rename"
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", counted)
+    monkeypatch.setattr(os, "fsync", note_flush)
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "file").touch()
     rename_into_place(tmp_path / "made", tmp_path / "final")
-    assert flushed == [str(tmp_path)] and not (tmp_path / "made").exists()
+    assert paths == [str(tmp_path)] and not (tmp_path / "made").exists()
 
 
 def test_quick_digest_is_whole_for_small_files_and_sampled_for_large_ones(tmp_path: Path) -> None:
     path = tmp_path / "big"
     path.write_bytes(bytes(5 * MIB))
-    whole, sampled = quick_digest(path), quick_digest(path, blocks=2)
+    whole, sample = quick_digest(path), quick_digest(path, blocks=2)
     with path.open("r+b") as stream:
         stream.seek(2 * MIB + 5)
         stream.write(b"x")
     assert quick_digest(path) != whole
-    assert quick_digest(path, blocks=2) == sampled  # between head and tail
+    assert quick_digest(path, blocks=2) == sample  # between head and tail
     for offset in (0, 5 * MIB - 1, 5 * MIB):  # head, tail and size
         with path.open("r+b") as stream:
             stream.seek(offset)
             stream.write(b"x")
-        assert sampled != (sampled := quick_digest(path, blocks=2))
+        assert sample != (sample := quick_digest(path, blocks=2))
 
 
 WRITER = """
@@ -76,13 +76,13 @@ for number in range(60):
 
 def test_processes_of_several_containers_leave_each_others_temporary_files(tmp_path: Path) -> None:
     """Each is process 1 of its numbers, and they have one host name and one folder: every write succeeds."""
-    contained = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
-    if subprocess.run([*contained, "true"], capture_output=True).returncode != 0:
+    container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*container, "true"], capture_output=True).returncode != 0:
         pytest.skip("no namespaces of process numbers here")
-    command = [*contained, sys.executable, "-c", WRITER, str(tmp_path / "shared")]
-    started = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    ended = [process.communicate()[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0, 0], ended
+    command = [*container, sys.executable, "-c", WRITER, str(tmp_path / "shared")]
+    processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], errors
     assert os.listdir(tmp_path) == ["shared"]
 
 
@@ -90,7 +90,7 @@ def test_a_temporary_name_is_used_once(tmp_path: Path, monkeypatch: pytest.Monke
     """Also where process number and host name are the same; what a process elsewhere writes stays for a day."""
     names = set()
     for _ in range(2):  # as of two processes
-        monkeypatch.setattr(files, "_MADE", set())
+        monkeypatch.setattr(files, "_OWN_NAMES", set())
         names |= {temporary_beside(tmp_path / "a", "tmp").name for _ in range(10)}
     assert len(names) == 20
     monkeypatch.setattr(os, "getpid", lambda: 2**22 - 1)  # a process that does not exist here

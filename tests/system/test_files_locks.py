@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import popen
+from tests.support.processes import popen
 from unigen_ds.system.files import hold_lock
 
 HOLD = """

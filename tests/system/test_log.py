@@ -13,7 +13,7 @@ def test_what_is_noticed_before_the_log_is_set_up_is_in_it(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log, "_waiting", {})
-    monkeypatch.setattr(log, "_shown", set())
+    monkeypatch.setattr(log, "_notices", set())
     own = logging.getLogger("test_log")
     monkeypatch.setattr(log, "NAME", own.name)
     path = tmp_path_factory.mktemp("log") / "train.log"

@@ -21,19 +21,19 @@ def test_the_installed_deepspeed_is_the_tested_one():
     assert SpecifierSet(ALLOWED_VERSIONS).contains(TESTED_VERSION)
 
 
-@pytest.mark.parametrize("installed", ["0.18.9", "0.20.0", None])
-def test_another_deepspeed_is_refused_at_the_start(installed, tmp_path, monkeypatch, capsys):
-    real = machine.installed
-    monkeypatch.setattr(machine, "installed", lambda name: installed if name == "deepspeed" else real(name))
+@pytest.mark.parametrize("version", ["0.18.9", "0.20.0", None])
+def test_another_deepspeed_is_refused_at_the_start(version, tmp_path, monkeypatch, capsys):
+    real = machine.installed_version
+    monkeypatch.setattr(machine, "installed_version", lambda name: version if name == "deepspeed" else real(name))
     arguments = ["unified_digits", "--work-dir", str(tmp_path / "run"), "--backend", "deepspeed:zero2"]
     arguments += ["--max-updates", "1", "--cfg-options", f"train_dataloader.dataset.root={tmp_path / 'digits'}"]
     assert train(arguments) == 2
     text = capsys.readouterr().err
-    assert (f"deepspeed {installed} is installed" if installed else "deepspeed is not installed") in text
+    assert (f"deepspeed {version} is installed" if version else "deepspeed is not installed") in text
     assert f"pip install 'deepspeed{ALLOWED_VERSIONS}'" in text and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("installed", ["0.19.8+cu128", "0.19.9rc1"])
-def test_a_release_of_the_tested_series_is_accepted(installed, monkeypatch):
-    monkeypatch.setattr(machine, "installed", lambda package: installed)
+@pytest.mark.parametrize("version", ["0.19.8+cu128", "0.19.9rc1"])
+def test_a_release_of_the_tested_series_is_accepted(version, monkeypatch):
+    monkeypatch.setattr(machine, "installed_version", lambda package: version)
     machine.check_packages({"deepspeed": ALLOWED_VERSIONS})

@@ -22,7 +22,7 @@ LARGE = 1 << 20
 KILLS = int(os.environ.get("KILLS", "40"))
 
 
-def made(task: int) -> tuple[int, bytes]:
+def make(task: int) -> tuple[int, bytes]:
     return task, bytes(LARGE)
 
 
@@ -35,7 +35,7 @@ def odd(task: int) -> int:
     return task
 
 
-def closed(workers: Workers) -> list[int | None]:
+def close(workers: Workers) -> list[int | None]:
     workers.close()
     return [process.exitcode for process in workers._processes]
 
@@ -43,12 +43,12 @@ def closed(workers: Workers) -> list[int | None]:
 @pytest.mark.slow
 def test_a_worker_is_killed_at_random_moments() -> None:
     """The error is there at once, also where another worker is waited for. 200 times: ``make worker-kills``."""
-    drawn, slowest = random.Random(0), 0.0
+    draw, slowest = random.Random(0), 0.0
     for _ in range(KILLS):
-        workers = Workers(made, count(), 2, ahead=2)
+        workers = Workers(make, count(), 2, ahead=2)
         next(workers)
-        victim = drawn.randrange(2)
-        kill = threading.Timer(drawn.random() * 0.01, workers._processes[victim].kill)
+        victim = draw.randrange(2)
+        kill = threading.Timer(draw.random() * 0.01, workers._processes[victim].kill)
         kill.start()
         begin = time.monotonic()
         with pytest.raises(TrainingError, match=rf"worker {victim} \(pid \d+\), by SIGKILL"):
@@ -57,7 +57,7 @@ def test_a_worker_is_killed_at_random_moments() -> None:
                 begin = time.monotonic()
         slowest = max(slowest, time.monotonic() - begin)
         kill.join()
-        assert closed(workers) == [-signal.SIGKILL] * 2
+        assert close(workers) == [-signal.SIGKILL] * 2
     assert slowest < 5.0
 
 
@@ -116,20 +116,20 @@ def test_errors_and_ends() -> None:
 
 
 def test_tasks_are_taken_ahead_and_results_pass_a_thread() -> None:
-    taken: list[int] = []
+    numbers: list[int] = []
     threads: set[str] = set()
 
     def tasks() -> Iterator[int]:
         for k in count(5):
-            taken.append(k)
+            numbers.append(k)
             yield k
 
-    def arrived(result: int) -> int:
+    def on_arrival(result: int) -> int:
         threads.add(threading.current_thread().name)
         return -result
 
-    workers = Workers(odd, tasks(), 2, ahead=3, arrived=arrived)
-    assert list(islice(workers, 4)) == [-5, -6, -7, -8] and taken == [*range(5, 15)]
+    workers = Workers(odd, tasks(), 2, ahead=3, on_arrival=on_arrival)
+    assert list(islice(workers, 4)) == [-5, -6, -7, -8] and numbers == [*range(5, 15)]
     assert len(threads) == 1 and threading.current_thread().name not in threads
     workers.close()
 

@@ -20,11 +20,11 @@ def test_list(tmp_path, capsys):
     (tmp_path / "iter_12.pth" / FILE_NAME).write_text("{")
     assert main(["list", str(tmp_path)]) == 0
     heading, *rows = lines(capsys)
-    assert heading.split("  ")[0] == "name" and all(name in heading for name in listing.COLUMNS)
+    assert heading.split("  ")[0] == "name" and all(name in heading for name in listing.TABLE_COLUMNS)
     assert [row.split()[0] for row in rows] == ["iter_12.pth", "iter_24.pth", "iter_36.pth", "iter_48.pth"]
     assert "manifest.json is damaged" in rows[0]
     assert rows[1].endswith("model.safetensors is missing")
-    assert rows[2].endswith(listing.NEXT) and rows[3].endswith(listing.ABANDONED)
+    assert rows[2].endswith(listing.NEXT) and rows[3].endswith(listing.VOID)
     cells = [cell.strip() for cell in rows[2].split("  ") if cell.strip()]
     assert cells[:5] == ["iter_36.pth", "12", "12", "2.40", "12"] or cells[1:5] == ["36", "12", "2.40", "12"]
     assert "KiB" in cells[5] and cells[7] == "iter_24.pth"
@@ -48,7 +48,7 @@ def test_show_takes_the_newest_of_a_work_dir_or_the_one_named(tmp_path, capsys):
     paths = save_chain(tmp_path, 24, 12)
     assert main(["show", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    for said in (
+    for line in (
         str(paths[1]),
         "as commit 2, after iter_24.pth",
         "4 per device x 1 process(es) x 3 accumulated = 12",
@@ -58,6 +58,6 @@ def test_show_takes_the_newest_of_a_work_dir_or_the_one_named(tmp_path, capsys):
         "seed 7",
         "ema/rank00000.safetensors",
     ):
-        assert said in text, said
+        assert line in text, line
     assert main(["show", str(paths[0])]) == 0
     assert "as commit 1, after a fresh start" in capsys.readouterr().out

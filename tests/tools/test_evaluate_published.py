@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.data.support import talk, text, write_jsonl
-from tests.golden_files import BAGEL
+from tests.support.golden_files import BAGEL
 from tests.text_run import WORDS, words
 from tools.evaluate import main
 from unigen_ds.data.text.tokenizers import WordTokenizer
@@ -36,8 +36,8 @@ def test_a_directory_of_transformers(tmp_path: Path) -> None:
     tokenizer.save_pretrained(str(tmp_path / "published"))
     spoken = words(5)
     data = write_jsonl(tmp_path / "data.jsonl", [{"text": spoken}, talk(text("user", "one"), text("assistant", "two"))])
-    found = values(tmp_path / "published", data, tmp_path / "a.json", "--metrics", "Perplexity", "ExactMatch")
-    assert {"val/loss", "val/loss/text", "perplexity", "exact_match"} <= set(found)
+    results = values(tmp_path / "published", data, tmp_path / "a.json", "--metrics", "Perplexity", "ExactMatch")
+    assert {"val/loss", "val/loss/text", "perplexity", "exact_match"} <= set(results)
 
     alone = write_jsonl(tmp_path / "alone.jsonl", [{"text": spoken}])
     row = torch.tensor([[tokenizer.bos_id, *tokenizer.encode(spoken), tokenizer.eos_id]])
@@ -51,11 +51,11 @@ def test_bagels_directory(tmp_path: Path) -> None:
         shutil.copyfile(BAGEL / name, tmp_path / "published" / name)
     WordTokenizer(words=["a", "red", "cat"]).save_pretrained(str(tmp_path / "published"))
     Image.new("RGB", (64, 48), "red").save(tmp_path / "red.png")
-    shown = {"role": "user", "type": "image", "image_path": "red.png"}
-    drawn = {**shown, "role": "assistant"}
-    records = [talk(text("user", "a red cat"), drawn), talk(shown, text("user", "a"), text("assistant", "red cat"))]
+    picture = {"role": "user", "type": "image", "image_path": "red.png"}
+    drawing = {**picture, "role": "assistant"}
+    records = [talk(text("user", "a red cat"), drawing), talk(picture, text("user", "a"), text("assistant", "red cat"))]
     data = write_jsonl(tmp_path / "data.jsonl", records)
     generation = ["--generation", "max_new_tokens=3", "flow.num_timesteps=2"]
-    found = values(tmp_path / "published", data, tmp_path / "a.json", "--metrics", "ExactMatch", *generation)
-    assert {"val/loss", "val/loss/text", "val/loss/image", "exact_match"} <= set(found)
-    assert all(torch.isfinite(torch.tensor(value)) for value in found.values())
+    results = values(tmp_path / "published", data, tmp_path / "a.json", "--metrics", "ExactMatch", *generation)
+    assert {"val/loss", "val/loss/text", "val/loss/image", "exact_match"} <= set(results)
+    assert all(torch.isfinite(torch.tensor(value)) for value in results.values())

@@ -32,14 +32,14 @@ def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 
 def test_training_moves_all_but_the_autoencoder_and_the_tables(run: Runner, source: Path) -> None:
-    trained = run.backend.model.state_dict()
+    state = run.backend.model.state_dict()
     for name, tensor in load_file(source / FILES[3]).items():
-        assert torch.equal(trained[f"vae.{name}"], tensor), name
+        assert torch.equal(state[f"vae.{name}"], tensor), name
     before = load_file(source / FILES[2])
-    still = {name for name, tensor in before.items() if torch.equal(trained[name], tensor)}
+    still = {name for name, tensor in before.items() if torch.equal(state[name], tensor)}
     assert {"latent_pos_embed.pos_embed", "vit_pos_embed.pos_embed"} <= still
-    moved = "language_model.model.layers.0.mlp"
-    assert not any(name.startswith((f"{moved}.", f"{moved}_moe_gen.", "vae2llm", "connector")) for name in still)
+    prefix = "language_model.model.layers.0.mlp"
+    assert not any(name.startswith((f"{prefix}.", f"{prefix}_moe_gen.", "vae2llm", "connector")) for name in still)
 
 
 def test_what_is_exported_loads(run: Runner, source: Path, tmp_path: Path) -> None:

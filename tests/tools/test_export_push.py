@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.hooks.save.test_best import config
-from tests.hub_server import READ_ONLY, TOKEN, Hub, Repository, contents, hub_server
-from tests.processes import together
+from tests.support.hub_server import READ_ONLY, TOKEN, Hub, Repository, contents, hub_server
+from tests.support.processes import together
 from tools.export import main
 from unigen_ds.runner import Runner
 from unigen_ds.system.dist import free_port
@@ -29,31 +29,31 @@ def test_as_a_process(checkpoint: Path, tmp_path: Path) -> None:
     """Weights as a large file, to a private repository; and without a token, with the command that is then named."""
     tool = [sys.executable, "tools/export.py", str(checkpoint)]
     with hub_server(lfs=(".safetensors",)) as hub:
-        done, kept = tmp_path / "done", tmp_path / "kept"
+        first, other = tmp_path / "done", tmp_path / "kept"
         good, bad = together(
             [
-                [*tool, str(done), "--push-to-hub", REPO, "--private"],
-                [*tool, str(kept), "--push-to-hub", "owner/other"],
+                [*tool, str(first), "--push-to-hub", REPO, "--private"],
+                [*tool, str(other), "--push-to-hub", "owner/other"],
             ],
             [hub.environment(tmp_path / "home"), hub.environment(tmp_path / "home", token=None)],
         )
         assert good.status == 0, good.ending
-        assert good.out.splitlines() == [str(done), f"{hub.url}/{REPO}"]
-        assert len(contents(done)) > 2 and hub.files(REPO) == contents(done) and hub.repositories[REPO].private
-        assert list(hub.objects.values()) == [(done / "model.safetensors").read_bytes()]
+        assert good.out.splitlines() == [str(first), f"{hub.url}/{REPO}"]
+        assert len(contents(first)) > 2 and hub.files(REPO) == contents(first) and hub.repositories[REPO].private
+        assert list(hub.objects.values()) == [(first / "model.safetensors").read_bytes()]
         assert hub.repositories[REPO].messages == ["Upload done"]
         line = bad.err.strip().splitlines()[-1]
-        assert bad.status == 1 and "Traceback" not in bad.err and bad.out.splitlines() == [str(kept)], bad.ending
+        assert bad.status == 1 and "Traceback" not in bad.err and bad.out.splitlines() == [str(other)], bad.ending
         assert (
-            line.startswith(f"error: {kept} is complete, but was not uploaded to owner/other: ")
+            line.startswith(f"error: {other} is complete, but was not uploaded to owner/other: ")
             and "hf auth login" in line
         )
-        assert line.endswith(f"hf upload owner/other {kept}.")
+        assert line.endswith(f"hf upload owner/other {other}.")
         assert list(hub.repositories) == [REPO]
-        again = [sys.executable, "-m", "huggingface_hub.cli.hf", "upload", "owner/other", str(kept)]
-        (ended,) = together([again], [hub.environment(tmp_path / "home")])
-        assert ended.status == 0, ended.ending
-        assert hub.files("owner/other") == contents(kept) == contents(done)
+        again = [sys.executable, "-m", "huggingface_hub.cli.hf", "upload", "owner/other", str(other)]
+        (process,) = together([again], [hub.environment(tmp_path / "home")])
+        assert process.status == 0, process.ending
+        assert hub.files("owner/other") == contents(other) == contents(first)
 
 
 def test_a_repository_that_exists_and_a_branch_that_does_not(
@@ -83,12 +83,12 @@ def test_a_failing_upload_keeps_the_folder_and_says_how_to_repeat_it(
 ) -> None:  # fmt: skip
     out = tmp_path / "out"
     with hub_server(**{k: v for k, v in settings.items() if k != "url"}) as hub:
-        used = Hub(url=f"http://127.0.0.1:{free_port()}") if "url" in settings else hub
-        used.use(monkeypatch, tmp_path, token=token)
+        server = Hub(url=f"http://127.0.0.1:{free_port()}") if "url" in settings else hub
+        server.use(monkeypatch, tmp_path, token=token)
         assert main([str(checkpoint), str(out), "--push-to-hub", REPO, *flags]) == 1
-        printed = capsys.readouterr()
-        line = printed.err.strip().splitlines()[-1]
+        output = capsys.readouterr()
+        line = output.err.strip().splitlines()[-1]
         assert line.startswith(f"error: {out} is complete, but was not uploaded") and cause in line
         assert line.endswith(" ".join(["hf", "upload", REPO, str(out), *flags]) + ".")
-        assert printed.out.splitlines() == [str(out)] and len(contents(out)) > 2
+        assert output.out.splitlines() == [str(out)] and len(contents(out)) > 2
         assert not any(repository.branches["main"] for repository in hub.repositories.values())

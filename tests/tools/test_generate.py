@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.golden_files import BAGEL
+from tests.support.golden_files import BAGEL
 from tests.text_run import text_config, words
 from tests.tiny import tiny_config
 from tools.generate import main
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     for name in FILES:
         shutil.copyfile(BAGEL / name, folder / name)
@@ -49,13 +49,13 @@ def rows(folder: Path) -> list[dict]:
 def test_weights_of_a_checkpoint_raw_and_averaged(run: Runner) -> None:
     path = Path(run.work_dir)
     raw, average = (open_inferencer(path, raw=raw).model.state_dict() for raw in (True, False))
-    trained = run.backend.model.state_dict()
-    assert all(torch.equal(raw[name], tensor) for name, tensor in trained.items())
+    state = run.backend.model.state_dict()
+    assert all(torch.equal(raw[name], tensor) for name, tensor in state.items())
     name = "language_model.model.layers.0.mlp.up_proj.weight"
     (folder,) = path.glob("iter_*/ema")
-    stored = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
-    (key,) = (key for key in stored if f"|{name}|" in key or key == name)
-    assert torch.equal(average[name].flatten(), stored[key].flatten()) and not torch.equal(average[name], raw[name])
+    tensors = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+    (key,) = (key for key in tensors if f"|{name}|" in key or key == name)
+    assert torch.equal(average[name].flatten(), tensors[key].flatten()) and not torch.equal(average[name], raw[name])
 
 
 def test_a_file_of_prompts(run: Runner, tmp_path: Path) -> None:
@@ -86,12 +86,12 @@ def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_
     ]  # fmt: skip
     (square, flat) = (Image.open(out / name) for name in ("grid-00000.png", "grid-00004.png"))
     assert square.width * 2 == flat.width and square.height == flat.height * 2
-    drawn = Image.open(out / "00000.png")
-    assert square.convert("L").getpixel((10 + 14, 10 + 14)) == drawn.getpixel((0, 0))
+    drawing = Image.open(out / "00000.png")
+    assert square.convert("L").getpixel((10 + 14, 10 + 14)) == drawing.getpixel((0, 0))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--temperature", "1", "--top-p", "0"], "top_p is 0.0"),
@@ -103,49 +103,49 @@ def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_
     ],
 )
 def test_bad_values_are_refused_before_the_model_is_opened(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "none"), "--prompt", "a", "--out", str(tmp_path / "out"), *words]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_published_directory_draws_edits_and_answers(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert main([str(published), "--prompt", "a cat", "--size", "32", "48", "--out", str(out), *FAST]) == 0
+    assert main([str(directory), "--prompt", "a cat", "--size", "32", "48", "--out", str(out), *FAST]) == 0
     with Image.open(out / "00000.png") as image:
         assert image.size == (48, 32) and image.mode == "RGB"
     edit = tmp_path / "edit.jsonl"
     edit.write_text(json.dumps({"prompt": "a red cat", "images": [str(out / "00000.png")]}) + "\n")
-    assert main([str(published), "--prompts", str(edit), "--think", "--max-length", "4", "--out", str(out), *FAST]) == 0
+    assert main([str(directory), "--prompts", str(edit), "--think", "--max-length", "4", "--out", str(out), *FAST]) == 0
     with Image.open(out / "00001.png") as image:
         assert image.size[0] > image.size[1], "an edited picture has the shape of the one that was shown"
     words = ["--understand", "--max-new-tokens", "6", "--prompt", "a cat", "--image", str(out / "00001.png")]
     capsys.readouterr()
-    assert main([str(published), *words, "--out", str(out), *FAST]) == 0
+    assert main([str(directory), *words, "--out", str(out), *FAST]) == 0
     last = rows(out)[-1]
     assert last["file"] is None and last["text"] == capsys.readouterr().out.strip()
     assert sorted(path.name for path in out.iterdir()) == ["00000.png", "00001.png", "results.jsonl"]
 
 
-def test_parts_of_a_file_are_those_of_the_python_interface(published: Path, tmp_path: Path) -> None:
+def test_parts_of_a_file_are_those_of_the_python_interface(directory: Path, tmp_path: Path) -> None:
     """Texts and pictures in their order; without ``prompt`` where they are enough."""
     picture = tmp_path / "red.png"
     Image.new("RGB", (48, 32), "red").save(picture)
     parts = ["a", {"image": str(picture)}, "red cat"]
-    given = [{"parts": parts, "prompt": "a red cat"}, {"parts": parts}, {"prompt": "a red cat"}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    records = [{"parts": parts, "prompt": "a red cat"}, {"parts": parts}, {"prompt": "a red cat"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
     out = tmp_path / "out"
     files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out), "--grid"]
-    assert main([str(published), *files, *FAST]) == 0
-    inferencer = open_inferencer(published, device="cpu")
+    assert main([str(directory), *files, *FAST]) == 0
+    inferencer = open_inferencer(directory, device="cpu")
     for number, prompt in enumerate(("a red cat", "")):
-        made = inferencer.unified_generate(
+        result = inferencer.unified_generate(
             prompt, parts=["a", picture, "red cat"], seed=number, flow={"num_timesteps": 3}
         )
         with Image.open(out / f"0000{number}.png") as image:
-            assert image.size == (96, 64) and image.tobytes() == made.images[0].tobytes()
+            assert image.size == (96, 64) and image.tobytes() == result.images[0].tobytes()
     assert [row.get("given") for row in rows(out)] == [parts, parts, None]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import make_stream, mixed_dataset
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools.inspect_data import check_ledger, lines_of, main
 from unigen_ds.data.batches.change import continue_stream
@@ -47,53 +47,53 @@ def resumed_run(request: pytest.FixtureRequest, digits: Path, tmp_path_factory: 
     work_dir = tmp_path_factory.mktemp("run")
     overrides = {"default_hooks.checkpoint.interval": 3, "train_dataloader.dataset.split": "val", **request.param}
     for resume, updates in ((False, 6), (str(work_dir / "iter_3.pth"), 8)):
-        dotted = {key.replace(".", "__"): value for key, value in overrides.items()}
-        Runner.from_cfg(tiny_config(work_dir, digits, resume=resume, **dotted), max_updates=updates).train()
+        options = {key.replace(".", "__"): value for key, value in overrides.items()}
+        Runner.from_cfg(tiny_config(work_dir, digits, resume=resume, **options), max_updates=updates).train()
     return work_dir / "ledger.jsonl", request.param
 
 
 def test_statistics_are_those_of_the_data(report: Report) -> None:
-    status, found = report()
+    status, result = report()
     assert status == 0
-    assert found["records"] == 594  # 297 held-out digits, drawn and described
-    (source,) = found["sources"].values()
+    assert result["records"] == 594  # 297 held-out digits, drawn and described
+    (source,) = result["sources"].values()
     assert source["records_with_images"] == 594 and source["records_text_only"] == 0
     assert source["image_targets"] == 297 * 16 and source["text_targets"] == 297 * 5
-    assert 0.8 < found["utilisation"] <= 1.0
+    assert 0.8 < result["utilisation"] <= 1.0
 
 
 def test_statistics_as_text(digits: Path) -> None:
     """As a user starts it: a script of a checkout."""
     command = [sys.executable, str(ROOT / "tools" / "inspect_data.py"), "unified_digits", *options(digits)]
-    done = run(command, text=True, timeout=120, cwd=digits.parent)
-    assert done.returncode == 0, done.stderr
-    assert "digits_val: 594 records" in done.stdout and "image targets" in done.stdout
+    process = run(command, text=True, timeout=120, cwd=digits.parent)
+    assert process.returncode == 0, process.stderr
+    assert "digits_val: 594 records" in process.stdout and "image targets" in process.stdout
 
 
 def test_a_ledger_with_a_resume_agrees(report: Report, resumed_run: Any) -> None:
     ledger, more = resumed_run
     texts = ledger.read_text().splitlines()
     assert len(texts) == 6 + 1 + 5, "the resume voids three lines and they were written again"
-    status, found = report("--ledger", str(ledger), **more)
-    assert (status, found["agrees"], found["updates"]) == (0, True, 8)
+    status, result = report("--ledger", str(ledger), **more)
+    assert (status, result["agrees"], result["updates"]) == (0, True, 8)
     last = json.loads(texts[-1])
-    assert found["sequences"] == [0, last["sequences"][1]] and found["same_data"]
+    assert result["sequences"] == [0, last["sequences"][1]] and result["same_data"]
     lines = [json.loads(text) for text in texts]
-    counted = lines[:3] + lines[7:]
-    assert found["samples"] == sum(line["samples"] for line in counted)
+    rest = lines[:3] + lines[7:]
+    assert result["samples"] == sum(line["samples"] for line in rest)
 
 
 def test_sequences_have_the_digest_of_the_ledger(report: Report, resumed_run: Any) -> None:
     ledger, more = resumed_run
     line = json.loads(ledger.read_text().splitlines()[-1])
     first, stop = line["sequences"]
-    status, found = report("--sequences", f"{first}:{stop}", **more)
-    assert status == 0 and found["digest"] == line["digest"]
-    assert len(found["samples"]) == stop - first and sum(map(len, found["samples"])) == line["samples"]
+    status, result = report("--sequences", f"{first}:{stop}", **more)
+    assert status == 0 and result["digest"] == line["digest"]
+    assert len(result["samples"]) == stop - first and sum(map(len, result["samples"])) == line["samples"]
     assert report("--sequences", f"{first}:{stop - 1}", **more)[1]["digest"] != line["digest"]
 
 
-def tampered(ledger: Path, folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> Path:
+def tamper(ledger: Path, folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> Path:
     """A copy of the ledger whose counted lines were changed."""
     lines = [json.loads(text) for text in ledger.read_text().splitlines()]
     lines = lines[:3] + lines[7:]
@@ -118,19 +118,19 @@ def test_a_wrong_ledger_is_found(
     report: Report, resumed_run: Any, tmp_path: Path, change: Any, update: int, problem: str
 ) -> None:
     ledger, more = resumed_run
-    status, found = report("--ledger", str(tampered(ledger, tmp_path, change)), **more)
-    assert status == 1 and not found["agrees"]
-    assert found["update"] == update and problem in found["problem"]
+    status, result = report("--ledger", str(tamper(ledger, tmp_path, change)), **more)
+    assert status == 1 and not result["agrees"]
+    assert result["update"] == update and problem in result["problem"]
 
 
 def ledger_lines(stream: SequenceStream, first: int, updates: int) -> list[dict[str, Any]]:
     """Updates of four sequences from sequence ``first`` on."""
-    found = []
+    entries = []
     for start in range(first, first + 4 * updates, 4):
         names = [name for row in derive(stream, start, start + 4) for name in row]
         line = {"update": start // 4 + 1, "sequences": [start, start + 4], "samples": len(names)}
-        found.append({**line, "digest": sample_digest(names)})
-    return found
+        entries.append({**line, "digest": sample_digest(names)})
+    return entries
 
 
 @pytest.mark.parametrize("window", [None, 6])

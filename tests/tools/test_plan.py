@@ -7,40 +7,41 @@ import os
 
 import pytest
 
-from tests.end_to_end.engines.users import write_mixed
+from tests.end_to_end.engines.jobs.users import write_mixed
 from tests.tiny import tiny_config
 from tools.plan import main
 from unigen_ds.config.python_text import config_text
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     source = {"type": "UnifiedGenerationDataset", "data_path": str(write_mixed(folder))}
-    made = tiny_config(
+    settings = tiny_config(
         folder / "run", folder, train_dataloader__dataset=source, model__llm__num_hidden_layers=1,
         train_dataloader__batch_size=1, optim_wrapper__accumulative_counts=1,
         backend={"type": "fsdp", "sharding_strategy": "HYBRID_SHARD", "num_shard": 8},
     )  # fmt: skip
     path = folder / "config.py"
-    path.write_text(config_text(made), encoding="utf-8")
+    path.write_text(config_text(settings), encoding="utf-8")
     return str(path)
 
 
-@pytest.mark.slow
-def test_sixty_four_processes_are_planned_on_one(config, capsys, monkeypatch):
+def test_sixteen_processes_are_planned_on_one(config, capsys, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     before = dict(os.environ)
     status = main([config, "--cfg-options", "world_size=16", "--only", "--json", "--device-memory", "2.1GiB",
                    "--host-memory", "64GiB"])  # fmt: skip
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     assert status == 0 and dict(os.environ) == before
-    (chosen,) = found["engines"]
-    assert (chosen["topology"]["dp_size"], chosen["topology"]["num_shard"], chosen["fits"]) == (16, 8, True)
-    traced = chosen["traced"]
-    assert traced["masters"] < 4 * traced["trainable"] / 5, "rank 0 has one part in 8, and whole rows"
-    assert chosen["device"]["step"] == round(traced["device"]["step"] * 1.05) + 2 * 2**30
-    assert chosen["host"]["step"] == 4 * 2**30
+    (engine,) = result["engines"]
+    assert (engine["topology"]["dp_size"], engine["topology"]["num_shard"], engine["fits"]) == (16, 8, True)
+    trace = engine["traced"]
+    assert trace["masters"] < 4 * trace["trainable"] / 5, "rank 0 has one part in 8, and whole rows"
+    assert engine["device"]["step"] == round(trace["device"]["step"] * 1.05) + 2 * 2**30
+    assert engine["host"]["step"] == 4 * 2**30
 
 
 def test_a_plan_that_does_not_fit_has_exit_status_1(config, capsys):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.support import flip_byte
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from tests.tiny import TINY, tiny_config
 from tools import resume as tool
 from unigen_ds.runner import Runner
@@ -36,14 +36,14 @@ def run_dir(tmp_path_factory, digits) -> Path:
     return folder
 
 
-def options(run_dir: Path, **changed: Any) -> list[str]:
+def options(run_dir: Path, **changes: Any) -> list[str]:
     values = {**OPTIONS, "train_dataloader.dataset.root": str(run_dir.parent / "digits")}
-    values |= {key.replace("__", "."): value for key, value in changed.items()}
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
     return ["--cfg-options", *(f"{k}={v if isinstance(v, str) else repr(v)}" for k, v in values.items())]
 
 
-def asked(run_dir: Path, *flags: str, **changed: Any) -> int:
-    return tool.main(["unified_digits", "--work-dir", str(run_dir), *flags, *options(run_dir, **changed)])
+def ask(run_dir: Path, *flags: str, **changes: Any) -> int:
+    return tool.main(["unified_digits", "--work-dir", str(run_dir), *flags, *options(run_dir, **changes)])
 
 
 def findings(capsys) -> dict[str, dict[str, Any]]:
@@ -56,36 +56,36 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 def test_an_unchanged_run_is_all_ok_and_nothing_is_written(run_dir, capsys):
     before = files(run_dir)
-    assert asked(run_dir) == 0
-    said = capsys.readouterr().out
+    assert ask(run_dir) == 0
+    output = capsys.readouterr().out
     assert files(run_dir) == before
-    lines = [line for line in said.splitlines() if line[:5].strip() in ("ok", "warn", "block")]
+    lines = [line for line in output.splitlines() if line[:5].strip() in ("ok", "warn", "block")]
     assert len(lines) >= 14 and all(line.startswith("ok") for line in lines)
-    assert all(f"({point} of 5)" in said for point in range(1, 6))
-    assert "batch_size 1 x 12 accumulated, batch_size 2 x 6" in said
-    assert "plan A: smaller micro-batches" in said and "2 per device x 1 process(es) x 6 accumulated = 12" in said
+    assert all(f"({point} of 5)" in output for point in range(1, 6))
+    assert "batch_size 1 x 12 accumulated, batch_size 2 x 6" in output
+    assert "plan A: smaller micro-batches" in output and "2 per device x 1 process(es) x 6 accumulated = 12" in output
 
 
 def test_half_the_batch_is_blocked_until_a_choice_is_made(run_dir, capsys):
     half = {"optim_wrapper__accumulative_counts": 1, "train_dataloader__batch_size": 6}
-    assert asked(run_dir, "--json", **half) == 3
+    assert ask(run_dir, "--json", **half) == 3
     assert findings(capsys)["batch.effective"]["status"] == "block"
-    assert asked(run_dir, "--json", "--on-batch-change", "linear", **half) == 0
-    found = findings(capsys)
-    assert found["batch.effective"]["status"] == "warn" and "multiplied by 0.5" in found["batch.effective"]["why"]
+    assert ask(run_dir, "--json", "--on-batch-change", "linear", **half) == 0
+    checks = findings(capsys)
+    assert checks["batch.effective"]["status"] == "warn" and "multiplied by 0.5" in checks["batch.effective"]["why"]
 
 
 def test_a_machine_one_does_not_have(run_dir, capsys):
-    status = asked(run_dir, "--json", "--world-size", "3", "--backend", "fsdp", train_dataloader__batch_size=2,
+    status = ask(run_dir, "--json", "--world-size", "3", "--backend", "fsdp", train_dataloader__batch_size=2,
                    optim_wrapper__accumulative_counts=2)  # fmt: skip
-    found = findings(capsys)
+    checks = findings(capsys)
     assert status == 0
-    assert "dp_size 3" in found["engine"]["now"] and "FULL_SHARD" in found["engine"]["now"]
-    assert found["rng"]["status"] == "warn" and found["progress.position"]["now"].startswith("iteration 8 of")
+    assert "dp_size 3" in checks["engine"]["now"] and "FULL_SHARD" in checks["engine"]["now"]
+    assert checks["rng"]["status"] == "warn" and checks["progress.position"]["now"].startswith("iteration 8 of")
 
 
 def test_another_model_is_compared_without_being_built(run_dir, capsys):
-    assert asked(run_dir, "--json", model__llm__num_hidden_layers=1) == 3
+    assert ask(run_dir, "--json", model__llm__num_hidden_layers=1) == 3
     model = findings(capsys)["model.structure"]
     assert model["status"] == "block" and "is gone" in model["now"]
 
@@ -99,13 +99,13 @@ def test_only_verify_reads_every_byte(tmp_path, run_dir, capsys):
     assert "none is usable" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_starts_the_training(tmp_path, run_dir):
     folder = Path(shutil.copytree(run_dir, tmp_path / "run"))
     command = [sys.executable, "tools/resume.py", "unified_digits", "--work-dir", str(folder), "--run"]
     command += options(run_dir, train_cfg__max_epochs=None, train_cfg__max_updates=6)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    process = run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr
     assert read_lines(folder / "metrics.jsonl")[-1]["update"] == 6
 
 
@@ -131,9 +131,9 @@ def test_a_real_out_of_memory_error_prints_the_plans(tmp_path, run_dir):
         custom_hooks=[{"type": "HungryHook"}],
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
-    assert done.returncode == 1 and "can't allocate memory" in done.stderr
-    plans = [line for line in done.stderr.splitlines() if line.strip().startswith("plan ")]
+    process = run(command, cwd=ROOT, env=environment, text=True, timeout=200)
+    assert process.returncode == 1 and "can't allocate memory" in process.stderr
+    plans = [line for line in process.stderr.splitlines() if line.strip().startswith("plan ")]
     assert [line.split()[1] for line in plans] == ["A", "B", "C", "D"]
     assert "train_dataloader.batch_size=2" in plans[0] and "optim_wrapper.accumulative_counts=6" in plans[0]
     assert "--nproc_per_node 2" in plans[1] and "--backend deepspeed:zero2" in plans[1]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint import plain_deepspeed
 from tests.checkpoint.support import make_backend, save
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from tools.zero_to_fp32 import main
 from unigen_ds.system.files import DIGESTS
 
@@ -31,11 +31,11 @@ def test_as_a_script_it_does_what_deepspeeds_does(zero2, tmp_path):
                           ("theirs", ["-m", "deepspeed.utils.zero_to_fp32"])):  # fmt: skip
         line = [sys.executable, *command, *(word.format(tmp_path / name) for word in words)]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-        ended = run(line, cwd=tmp_path, text=True, env=environment)
-        assert ended.returncode == 0, ended.stderr
+        process = run(line, cwd=tmp_path, text=True, env=environment)
+        assert process.returncode == 0, process.stderr
         if name == "ours":
-            assert "12 tensors, 2,028 elements" in ended.stdout
-            assert str(tmp_path / "ours" / "pytorch_model.bin.index.json") in ended.stdout
+            assert "12 tensors, 2,028 elements" in process.stdout
+            assert str(tmp_path / "ours" / "pytorch_model.bin.index.json") in process.stdout
     ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
     names = sorted(path.name for path in theirs.iterdir())
     assert sorted(path.name for path in ours.iterdir() if path.name != DIGESTS) == names and len(names) > 2
@@ -59,6 +59,6 @@ def test_of_a_work_dir_the_newest(tmp_path):
     path = save(tmp_path, "iter_24.pth", backend=newest)
     (tmp_path / "last_checkpoint").write_text(str(path))
     assert main([str(tmp_path), str(tmp_path / "out"), "--ema", "--dtype", "bf16"]) == 0
-    merged = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     for shard in newest.master_shards():
-        assert torch.equal(merged[shard.name].flatten(), shard.data.cpu().bfloat16())
+        assert torch.equal(state[shard.name].flatten(), shard.data.cpu().bfloat16())

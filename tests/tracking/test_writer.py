@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.end_to_end.engines.cases import KILL_AT
-from tests.end_to_end.engines.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
+from tests.end_to_end.engines.jobs.cases import KILL_AT
+from tests.end_to_end.engines.jobs.feature_cases import WANDB, WATCHED_SAVED_AT, WATCHED_UPDATES
 from tests.end_to_end.engines.launch import want
 from tests.tiny import tiny_config
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
@@ -52,9 +52,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
     content, position, part = path.read_bytes(), 7, b""
     while position < len(content):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
+        rest = 32768 - position % 32768
+        if rest < 7:
+            position += rest
             continue
         _crc, length, kind = struct.unpack("<IHB", content[position : position + 7])
         part += content[position + 7 : position + 7 + length]
@@ -67,74 +67,74 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def read_wandb(path: Path) -> OfflineRun:
-    found = OfflineRun(None)
+    one = OfflineRun(None)
     for record in wandb_records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found.run = record.run
+            one.run = record.run
         if kind in ("run", "config"):
             entries = record.run.config.update if kind == "run" else record.config.update
-            found.config |= {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+            one.config |= {entry.key or ".".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
         if kind == "metric":
-            found.metrics.append(record.metric)
+            one.metrics.append(record.metric)
         if kind == "history":
             items = record.history.item
-            found.rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return found
+            one.rows.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return one
 
 
 @pytest.fixture(scope="module")
-def watched() -> Path:
+def run_folder() -> Path:
     """The work dir of a run of two processes with both writers, killed in update 7 and resumed from update 5."""
     pytest.importorskip("wandb")
     return runs().outcome("watched").folder
 
 
 @pytest.fixture(scope="module")
-def offline(watched: Path) -> list[OfflineRun]:
+def offline(run_folder: Path) -> list[OfflineRun]:
     """The files of the killed and of the resumed process."""
-    return [read_wandb(path) for path in sorted(watched.glob("wandb/offline-run-*/*.wandb"))]
+    return [read_wandb(path) for path in sorted(run_folder.glob("wandb/offline-run-*/*.wandb"))]
 
 
 def starts(folder: Path) -> list[list[dict[str, Any]]]:
     """Every line that each start of the run wrote to ``metrics.jsonl``, those that a resume made void included."""
-    found: list[list[dict[str, Any]]] = [[]]
+    parts: list[list[dict[str, Any]]] = [[]]
     for line in map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
         if line.get("event") == "resume":
-            found.append([])
+            parts.append([])
         else:
-            found[-1].append(line)
-    return found
+            parts[-1].append(line)
+    return parts
 
 
 def test_an_offline_wandb_run_of_the_real_runner_holds_what_metrics_jsonl_holds(
-    watched: Path, offline: list[OfflineRun]
+    run_folder: Path, offline: list[OfflineRun]
 ) -> None:
-    written = starts(watched)
-    updates = [[line["update"] for line in lines] for lines in written]
-    resumed = list(range(WATCHED_SAVED_AT + 1, WATCHED_UPDATES + 1))
-    assert updates == [list(range(1, KILL_AT)), resumed]
-    first, second = ([row["update"] for row in found.rows] for found in offline)
+    lines_of_starts = starts(run_folder)
+    updates = [[line["update"] for line in lines] for lines in lines_of_starts]
+    after_resume = list(range(WATCHED_SAVED_AT + 1, WATCHED_UPDATES + 1))
+    assert updates == [list(range(1, KILL_AT)), after_resume]
+    first, second = ([row["update"] for row in one.rows] for one in offline)
     assert first == updates[0][: len(first)] and len(first) >= WATCHED_SAVED_AT, (
         "a kill takes rows after the checkpoint"
     )
     assert second == list(range(KILL_AT, WATCHED_UPDATES + 1)), "the other engine has the same losses: sent once"
-    for found, lines in zip(offline, (written[0], written[1][-len(second) :]), strict=True):
-        for row, line in zip(found.rows, lines, strict=False):
+    for one, lines in zip(offline, (lines_of_starts[0], lines_of_starts[1][-len(second) :]), strict=True):
+        for row, line in zip(one.rows, lines, strict=False):
             assert {name: row.get(name) for name in line} == line  # the axis, every loss, rate and count
             names = {"ce": "loss/text", "batch_loss": "loss", "mem_allocated": "memory", "total_samples": "samples"}
             assert {alias: row[alias] for alias in names} == {alias: line[name] for alias, name in names.items()}
             assert row.get("mse") == line["loss/image"]
-    assert any("mse" in row for found in offline for row in found.rows)
+    assert any("mse" in row for one in offline for row in one.rows)
 
 
-def test_one_wandb_run_id_across_a_kill_and_a_resume(watched: Path, offline: list[OfflineRun]) -> None:
+def test_one_wandb_run_id_across_a_kill_and_a_resume(run_folder: Path, offline: list[OfflineRun]) -> None:
     """Although the engine and the number of processes are others: losses agree but for rounding."""
-    checkpoint = Path((watched / "last_checkpoint").read_text().strip())
+    checkpoint = Path((run_folder / "last_checkpoint").read_text().strip())
     state = json.loads((checkpoint / "hooks.json").read_text(encoding="utf-8"))["logger"]
-    assert [found.run.run_id for found in offline] == 2 * [state["run_ids"]["WandbVisBackend"]]
-    assert not any("parent_run" in found.config for found in offline)
-    assert "is disabled" not in (watched / "train.log").read_text(encoding="utf-8")
+    assert [one.run.run_id for one in offline] == 2 * [state["run_ids"]["WandbVisBackend"]]
+    assert not any("parent_run" in one.config for one in offline)
+    assert "is disabled" not in (run_folder / "train.log").read_text(encoding="utf-8")
 
 
 def test_a_checkpoint_waits_until_wandb_has_written(tmp_path: Path) -> None:
@@ -150,28 +150,28 @@ def test_a_checkpoint_waits_until_wandb_has_written(tmp_path: Path) -> None:
 
 
 def test_wandb_gets_the_arguments_and_the_whole_config(offline: list[OfflineRun]) -> None:
-    wanted = WANDB["init_kwargs"]
-    for found in offline:
-        run = found.run
-        given = {"entity": run.entity, "project": run.project, "name": run.display_name, "group": run.run_group}
-        assert given == {name: wanted[name] for name in given}
-        assert found.config["our_own"] == wanted["config"]["our_own"]
-        assert found.config["model"]["type"] == "UnifiedModel" and found.config["model"]["llm"]["hidden_size"] == 32
-        assert any(metric.glob_name == "*" and metric.step_metric == "update" for metric in found.metrics)
-        (own,) = (metric for metric in found.metrics if metric.name == "grad_norm")
+    expected = WANDB["init_kwargs"]
+    for one in offline:
+        run = one.run
+        fields = {"entity": run.entity, "project": run.project, "name": run.display_name, "group": run.run_group}
+        assert fields == {name: expected[name] for name in fields}
+        assert one.config["our_own"] == expected["config"]["our_own"]
+        assert one.config["model"]["type"] == "UnifiedModel" and one.config["model"]["llm"]["hidden_size"] == 32
+        assert any(metric.glob_name == "*" and metric.step_metric == "update" for metric in one.metrics)
+        (own,) = (metric for metric in one.metrics if metric.name == "grad_norm")
         assert own.summary.max
 
 
-def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(watched: Path) -> None:
+def test_tensorboard_of_the_real_runner_holds_what_metrics_jsonl_holds(run_folder: Path) -> None:
     """What the resumed process writes again is hidden: each update is there once."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(watched / "tensorboard"))
+    events = accumulator.EventAccumulator(str(run_folder / "tensorboard"))
     events.Reload()
-    lines = read_lines(watched / "metrics.jsonl")
+    lines = read_lines(run_folder / "metrics.jsonl")
     assert len(lines) == WATCHED_UPDATES
     for name in ("loss", "loss/text", "grad_norm", "tokens", "lr"):
-        found = [(event.step, event.value) for event in events.Scalars(name)]
-        assert found == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
+        points = [(event.step, event.value) for event in events.Scalars(name)]
+        assert points == [(line["update"], pytest.approx(line[name], rel=1e-6)) for line in lines]
 
 
 def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, digits: Path, capfd) -> None:
@@ -193,14 +193,14 @@ def test_results_on_an_axis_of_their_own_and_pictures(tmp_path: Path, digits: Pa
     lines = capfd.readouterr().err.splitlines()
     (end,) = [line for line in lines if "W&B" in line or line.startswith("wandb:")]
     assert end.endswith(f"W&B: this run is uploaded by `wandb sync {path.parent}`.")
-    found = read_wandb(path)
-    (late,) = [row for row in found.rows if "lmms_eval/mme" in row]
+    offline_run = read_wandb(path)
+    (late,) = [row for row in offline_run.rows if "lmms_eval/mme" in row]
     assert late["<lmms-eval-step>"] == 1 and late["lmms_eval/mme"] == 3.0
-    assert any(m.name == "lmms_eval/mme" and m.step_metric == "<lmms-eval-step>" for m in found.metrics)
-    (validated,) = [row for row in found.rows if "val/loss" in row]
-    assert validated["update"] == 2 and validated["val/loss"] == validated["val_loss"] == 0.25
-    (shown,) = [row for row in found.rows if row.get("previews.width") or "previews" in row]
-    assert shown["update"] == 2 and (shown["previews.width"], shown["previews.height"]) == (5, 3)
+    assert any(m.name == "lmms_eval/mme" and m.step_metric == "<lmms-eval-step>" for m in offline_run.metrics)
+    (value_row,) = [row for row in offline_run.rows if "val/loss" in row]
+    assert value_row["update"] == 2 and value_row["val/loss"] == value_row["val_loss"] == 0.25
+    (picture_row,) = [row for row in offline_run.rows if row.get("previews.width") or "previews" in row]
+    assert picture_row["update"] == 2 and (picture_row["previews.width"], picture_row["previews.height"]) == (5, 3)
     events = accumulator.EventAccumulator(str(tmp_path / "events" / "run")).Reload()
     assert [(e.step, e.width, e.height) for e in events.Images("previews")] == [(2, 5, 3)]
     assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(2, 0.25)]
@@ -218,15 +218,15 @@ def test_runs_with_one_folder_do_not_mix(tmp_path: Path, digits: Path) -> None:
                         max_updates=updates).train()  # fmt: skip
         return [pytest.approx(line["loss"], rel=1e-6) for line in read_lines(tmp_path / name / "run" / "metrics.jsonl")]
 
-    def shown(folder: Path) -> list[float]:
+    def logged_values(folder: Path) -> list[float]:
         return [e.value for e in accumulator.EventAccumulator(str(folder)).Reload().Scalars("loss")]
 
     train("a", 2)
     losses = train("b", 2, optim_wrapper__optimizer__lr=0.5e-3)
-    assert shown(events / "run-2") == losses
+    assert logged_values(events / "run-2") == losses
     time.sleep(1.1)  # TensorBoard reads event files in the order of their names, which have the second of the start
     losses = train("a", 4, resume=True)
-    assert shown(events / "run") == losses
+    assert logged_values(events / "run") == losses
     assert sorted(path.name for path in events.iterdir()) == ["run", "run-2"]
 
 
@@ -241,7 +241,7 @@ class ShowsHook(Hook):
             log.image(run, "previews", Image.new("RGB", (5, 3), "red"), update=2)
 
 
-def trained(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:
+def train_lines(work_dir: Path, data: Path, writer: dict[str, Any]) -> list[str]:
     """Three updates of a real run with a writer that fails. Returns what the log says of it."""
     config = tiny_config(work_dir, data, visualizer={"vis_backends": [writer]}, **SMALL)
     assert Runner.from_cfg(config, max_updates=3).train().updates == 3
@@ -263,11 +263,11 @@ def test_a_writer_that_fails_stops_nothing(
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("a file where a folder should be")
-    (line,) = trained(tmp_path / "run", digits, writer)
+    (line,) = train_lines(tmp_path / "run", digits, writer)
     assert line.startswith(f"{writer['type']} is disabled, training continues")
 
 
 def test_a_missing_package_names_what_to_install(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # Python's own way to say "not installed"
-    (line,) = trained(tmp_path / "run", digits, {"type": "TensorboardVisBackend"})
+    (line,) = train_lines(tmp_path / "run", digits, {"type": "TensorboardVisBackend"})
     assert "unigen_ds[tensorboard]" in line

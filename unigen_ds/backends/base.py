@@ -51,7 +51,7 @@ class StepResult:
     applied: bool
     """False when a gradient was not finite: then no weight and no moment changed."""
     loss_scale: float | None = None
-    """In fp16, the factor by which the loss of this update was multiplied."""
+    """Factor by which the loss of this update was multiplied, in fp16."""
     scale_fell: bool = False
     """Whether the gradient overflowed in fp16 and the next loss scale is smaller."""
 
@@ -221,12 +221,12 @@ class Backend(abc.ABC):
     @contextmanager
     def swapped(self, shards: Sequence[Shard]) -> Iterator[None]:
         """The model computes with ``shards`` inside the context; the masters are restored bit by bit, always."""
-        kept = [shard.data.clone() for shard in self.master_shards()]
+        copies = [shard.data.clone() for shard in self.master_shards()]
         try:
             self._write_masters(shard.data for shard in shards)
             yield
         finally:
-            self._write_masters(kept)
+            self._write_masters(copies)
 
     @abc.abstractmethod
     def state_files(self) -> StateFiles:
@@ -252,13 +252,13 @@ class Backend(abc.ABC):
         buffers = {name: buffer for name, buffer in self.buffers().items() if name not in keep}
         trainable = self.trainable_sizes()
         sizes = {name: numel for name, numel in {**trainable, **self.frozen_sizes()}.items() if name not in keep}
-        counted = self.kept_for(STEP) if counts else ()
+        step_names = self.kept_for(STEP) if counts else ()
         state = {kind: {name: trainable[name] for name in self.kept_for(kind)} for kind in moments}
-        state |= {STEP: dict.fromkeys(counted, 1)} if counts else {}
+        state |= {STEP: dict.fromkeys(step_names, 1)} if counts else {}
 
         def differences(kind: str, own: Mapping[str, int], names: Iterable[str]) -> Misfit:
-            stored = {name: (reader.numel(kind, name),) for name in sorted(names)}
-            return misfit(stored, {name: (numel,) for name, numel in own.items()})
+            shapes = {name: (reader.numel(kind, name),) for name in sorted(names)}
+            return misfit(shapes, {name: (numel,) for name, numel in own.items()})
 
         refuse_misfit(
             "the checkpoint",
@@ -278,18 +278,18 @@ class Backend(abc.ABC):
             for shard in self.moments(kind):
                 read_into(reader, kind, shard)
         if counts:
-            self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in counted})
+            self.set_steps({name: float(reader.read(STEP, name, 0, 1)) for name in step_names})
         if LOSS_SCALE in kinds:
             scale, good = reader.read(LOSS_SCALE, LOSS_SCALE, 0, 2).tolist()
             self.load_loss_scale(scale, int(good))
 
     def log_summary(self, engine: str, *, units: Sequence[str] = ()) -> None:
-        """At the start: numbers of parameters, each rank's bytes of masters, and the sharding units. Collective."""
+        """Log the numbers of parameters, each rank's bytes of masters, and the sharding units. Collective."""
         trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
         mine = sum(shard.data.nbytes for shard in self.master_shards())
-        held = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
+        sizes = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
         entries = []
-        for size, group in itertools.groupby(range(len(held)), key=held.__getitem__):  # equal neighbours are one entry
+        for size, group in itertools.groupby(range(len(sizes)), key=sizes.__getitem__):  # equal neighbours: one entry
             first, *others = group
             ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
             entries.append(f"{ranks}: {size:,.0f} ({100 * size / max(4 * trainable, 1):.1f} %)")

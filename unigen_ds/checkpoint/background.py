@@ -2,8 +2,9 @@
 
 ::
 
-    start    every rank: copies the tensors of its files into memory that it shares with its writer, a process of its
-             own, and the rest of the ``Save``; training continues
+    copy     every rank: the tensors of its files go into memory that it shares with its writer, a process of its own,
+             and the rest of the ``Save``, while rank 0 prepares the folder
+    start    every rank: waits for the copy; training continues
              each writer: writes, hashes and flushes its rank's files; that of rank 0 waits for the others, and commits
     finish   every rank: once all writers are done, the checkpoint, or the error
 
@@ -24,6 +25,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +38,7 @@ from torch import Tensor
 from unigen_ds.core.errors import SaveError
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import num_cores
 
 if TYPE_CHECKING:
     from unigen_ds.checkpoint.saver import Save
@@ -42,10 +46,14 @@ if TYPE_CHECKING:
 _PROGRAM = "import sys; sys.path[:] = sys.argv[4:]; from {module} import serve; serve(*map(int, sys.argv[1:4]))"
 _ALIGNMENT = 64
 """Bytes: where each tensor begins in the shared memory."""
+_PIECE, _MOST_THREADS = 16 << 20, 8
+"""Bytes that are copied at a time, and threads that copy; one core of a host fills a part of its memory's bandwidth."""
 _LOOK_S = 0.05
 """Between two looks for the end of a save."""
 _GRACE_S = 60.0
 """How long the writer of rank 0 waits for the other ranks once its own training has ended."""
+_NICE = 10
+"""How far the writer steps back where it shares cores with the training."""
 _DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of Linux's ``prctl``."""
 
@@ -58,15 +66,16 @@ class BackgroundWriter:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._attempt: Save | None = None
+        self._sizes = 0, 0
         self._answer: Any = None
         self._ended = self._failed = False
         self._sums: dist.PendingSum | None = None
 
-    def start(self, attempt: Save, trained: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy the tensors of an announced save, and let them be written; then they may change. ``trained``: those that
-        must be finite, by name. Collective; an error is raised by ``finish``, on every rank.
+    def copy(self, attempt: Save, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Begin to copy the tensors of a save, which must not change until ``start``. ``tensors``: those that must be
+        finite, by name. Not collective; an error is raised by ``finish``, on every rank.
         """
-        self._attempt, self._answer, self._ended, self._failed = attempt, None, False, False
+        self._answer, self._ended, self._failed = None, False, False
         try:
             if self._process is None:
                 self._begin()
@@ -74,11 +83,25 @@ class BackgroundWriter:
             pickler = _Pickler(stream)
             pickler.dump(attempt)
             # a replica of the data may write none of a tensor, which another rank then writes, and looks at
-            pickler.dump([(name, tensor) for name, tensor in trained if _key(tensor) in pickler.storages])
+            pickler.dump([(name, tensor) for name, tensor in tensors if _key(tensor) in pickler.storages])
             content = stream.getbuffer()  # by the pipe it would arrive only as fast as the writer reads it
+            self._sizes = pickler.nbytes, content.nbytes
             self._memory.fill(pickler, content)
-            assert self._pipe is not None
-            self._pipe.send((pickler.nbytes, content.nbytes))
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def wait(self) -> None:
+        """Wait for the copy of a save that was not announced."""
+        self._memory.wait()
+
+    def start(self, attempt: Save) -> None:
+        """Wait for the copy of an announced save, and let it be written; then tensors may change. Collective."""
+        self._attempt = attempt
+        try:
+            self._memory.wait()
+            if not self._failed:
+                assert self._pipe is not None
+                self._pipe.send((*self._sizes, attempt.decisions))
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
         self._sums = dist.PendingSum([0.0, float(self._failed)])
@@ -89,22 +112,22 @@ class BackgroundWriter:
         """
         while True:
             assert self._attempt is not None and self._sums is not None
-            ended, failed = self._sums.wait()
-            if failed or ended == dist.world_size():
+            num_ended, num_failed = self._sums.wait()
+            if num_failed or num_ended == dist.world_size():
                 break
             self._look(_LOOK_S if wait else 0.0)
             self._sums = dist.PendingSum([float(self._ended), float(self._failed)])
             if not wait:
                 return None
         attempt, self._attempt = self._attempt, None
-        if failed:
+        if num_failed:
             self._stop()
         answer = dist.broadcast_object(self._answer)
         if answer is None:
             dist.barrier()  # then no writer is left
             attempt.remove()
             raise SaveError(
-                f"could not write checkpoint {attempt.final}: the writer of {failed:.0f} rank(s) has failed",
+                f"could not write checkpoint {attempt.final}: the writer of {num_failed:.0f} rank(s) has failed",
                 remedy="the log has the cause on those ranks; older checkpoints and the training itself are untouched",
             )
         result, failure = answer
@@ -186,15 +209,21 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
 
-    def persistent_id(self, value: Any) -> Any:
+    def reducer_override(self, value: Any) -> Any:
+        """Called for objects that are no plain values (``persistent_id`` is called for these, too, 50 for a tensor)."""
         if not isinstance(value, Tensor):
-            return None
+            return NotImplemented
         key, storage = _key(value), value.untyped_storage()
         if key not in self.storages:
             self.storages[key] = self.nbytes, storage
             self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
         span = self.storages[key][0], storage.nbytes()
-        return span, value.dtype, value.storage_offset(), tuple(value.shape), value.stride()
+        return _in_memory, (span, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
+
+
+def _in_memory(*_: Any) -> Any:
+    """Names ``_Unpickler.tensor`` in a pickle."""
+    raise NotImplementedError
 
 
 class _Unpickler(pickle.Unpickler):
@@ -205,8 +234,10 @@ class _Unpickler(pickle.Unpickler):
         self._memory = memory
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
-    def persistent_load(self, identifier: Any) -> Tensor:
-        span, dtype, *view = identifier
+    def find_class(self, module: str, name: str) -> Any:
+        return self.tensor if (module, name) == (__name__, _in_memory.__name__) else super().find_class(module, name)
+
+    def tensor(self, span: tuple[int, int], dtype: torch.dtype, *view: Any) -> Tensor:
         if span not in self._storages:
             content = torch.empty(0, dtype=torch.uint8)
             if span[1]:
@@ -220,11 +251,15 @@ class _Memory:
 
     def __init__(self) -> None:
         self.file = os.memfd_create("unigen_ds")
+        self._threads: ThreadPoolExecutor | None = None
+        self._copies: list[Future[None]] = []
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, pickler: _Pickler, content: memoryview) -> None:
-        """Copy each storage to its offset, and ``content`` after them."""
+        """Begin to copy each storage to its offset, and ``content`` after them; ``wait`` ends it. On CPUs every core of
+        this rank copies.
+        """
         end = pickler.nbytes + content.nbytes
         if end > self._bytes.nbytes:
             self._pin(False)
@@ -233,11 +268,30 @@ class _Memory:
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._pin(True)
         self._bytes[pickler.nbytes : end].copy_(torch.frombuffer(content, dtype=torch.uint8))
+
+        def copy(pieces: Sequence[tuple[int, Tensor]]) -> None:
+            for begin, source in pieces:
+                self._bytes[begin : begin + source.nbytes].copy_(source, non_blocking=True)
+
+        pieces: list[tuple[int, Tensor]] = []
         for begin, storage in pickler.storages.values():
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            self._bytes[begin : begin + source.nbytes].copy_(source, non_blocking=True)
+            pieces += [(begin + at, source[at : at + _PIECE]) for at in range(0, source.nbytes, _PIECE)]
+        if torch.cuda.is_available():  # on the stream of this thread
+            copy(pieces)
+            return
+        ranks = dist.env_processes_per_node() or dist.world_size()
+        number = max(1, min(_MOST_THREADS, num_cores() // ranks))
+        self._threads = self._threads or ThreadPoolExecutor(number)
+        self._copies = [self._threads.submit(copy, pieces[k::number]) for k in range(number)]
+
+    def wait(self) -> None:
+        """Wait until all is copied. Raises the error of a copy."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        copies, self._copies = self._copies, []
+        for future in copies:
+            future.result()
 
     def _pin(self, pin: bool) -> None:
         if torch.cuda.is_available() and self._bytes.nbytes:
@@ -259,7 +313,9 @@ def serve(pipe: int, file: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         return
-    os.nice(10)
+    os.nice(_NICE)
+    with suppress(OSError):  # Linux shares the time among sessions first: this is one of its own
+        Path("/proc/self/autogroup").write_text(str(_NICE))
     torch.set_num_threads(1)
     tasks, memory = Connection(pipe), None
     records: list[tuple[int, str]] = []
@@ -277,19 +333,20 @@ def serve(pipe: int, file: int, parent: int) -> None:
 
     while True:
         try:
-            begin, size = tasks.recv()
+            begin, size, decisions = tasks.recv()
         except (EOFError, TypeError):  # the training has ended, or asked for the end while nothing was written
             return
         if memory is None or len(memory) < begin + size:
             memory = mmap.mmap(file, begin + size)
         deadline: list[float] = []
         unpickler = _Unpickler(memory[begin : begin + size], memory)
-        attempt, trained = unpickler.load(), unpickler.load()
+        attempt, tensors = unpickler.load(), unpickler.load()
+        attempt.decisions = decisions
         answer = problem = None
         try:
-            answer = attempt.complete(trained, wait)
+            answer = attempt.complete(tensors, wait)
         except Exception as error:
             problem = str(error)
-        del unpickler, attempt, trained  # they refer to the memory
+        del unpickler, attempt, tensors  # they refer to the memory
         tasks.send((answer, problem, records[:]))
         records.clear()

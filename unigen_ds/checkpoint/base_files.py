@@ -18,7 +18,7 @@ from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.system.files import file_digest, fsync_path, make_directory, new_directory
 from unigen_ds.system.log import logger
 
-FOLDER = "base"
+_FOLDER = "base"
 """Folder of a work dir that has the copy of the base."""
 _CONFIGS = ("config.json", "llm_config.json", "vit_config.json", "unigen_ds.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -38,15 +38,15 @@ def read_base(folders: Folders) -> Base:
     return Base(where[""] if isinstance(folders, str) else where, tuple(entries))
 
 
-def find_base(base: Base, *, given: str | None, checkpoint: Path | None) -> Folders:
-    """Find the recorded files: in ``given`` (``--base``), else beside the ``checkpoint``, else where they were.
+def find_base(base: Base, *, folder: str | None, checkpoint: Path | None) -> Folders:
+    """Find the recorded files: in ``folder`` (``--base``), else beside the ``checkpoint``, else where they were.
 
     Raises ``CheckpointError`` naming the file that differs or is missing, for each of them.
     """
     choices: list[Folders] = [base.path]
-    if given is not None:
-        choices = [_inside(base, folder_of(given, where="--base").absolute())]
-    elif checkpoint is not None and (copy := outer(checkpoint).parent / FOLDER).is_dir():
+    if folder is not None:
+        choices = [_inside(base, folder_of(folder, where="--base").absolute())]
+    elif checkpoint is not None and (copy := outer(checkpoint).parent / _FOLDER).is_dir():
         choices.insert(0, _inside(base, copy))
     problems = []
     for folders in choices:
@@ -71,21 +71,21 @@ def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
     """Copy the files into ``base`` of ``checkpoint_dir``, complete or not at all, with small others of their folders,
     as tokenizers are; None: it is there. Raises ``CheckpointError`` for a changed file, or a failed copy.
     """
-    out = checkpoint_dir / FOLDER
+    out = checkpoint_dir / _FOLDER
     if out.exists():
         return None
     make_directory(checkpoint_dir)
-    hashed = {entry.path: entry for entry in base.files}
+    entries = {entry.path: entry for entry in base.files}
     with new_directory(out) as staging:
         for name, path in _files(base.path).items():
-            if name not in hashed and (path.suffix in _WEIGHTS or path.stat().st_size > _LARGE):
+            if name not in entries and (path.suffix in _WEIGHTS or path.stat().st_size > _LARGE):
                 logger().info("%s is not copied: the base does not need it.", path)
                 continue
             target = staging / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
             fsync_path(target)
-            if name in hashed and file_digest(target) != hashed[name].digest:
+            if name in entries and file_digest(target) != entries[name].digest:
                 raise CheckpointError(f"{path} has changed since the run began")
     return out
 

@@ -19,7 +19,7 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.store import HOOKS_FILE, read_hook_states
 from unigen_ds.core.errors import CheckpointError
 
-HINT = "best_checkpoint"
+BEST_FILE = "best_checkpoint"
 HOOK = "best"
 
 
@@ -64,7 +64,7 @@ def best_of(directory: Path) -> tuple[Path, Best] | None:
         if not current:
             raise CheckpointError(f"no complete checkpoint found in {directory}")
         newest = current[-1].path
-    manifest = store.verify_manifest(newest, wanted=lambda path: path == HOOKS_FILE)
+    manifest = store.verify_manifest(newest, accepts=lambda path: path == HOOKS_FILE)
     try:
         state = read_hook_states(newest, manifest).get(HOOK)
         best = None if state is None else Best.from_state_dict(state)

@@ -35,7 +35,7 @@ DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), s
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """The weights of a checkpoint, ready to be read."""
 
     directory: Path
@@ -46,7 +46,7 @@ class Source:
     tied: Mapping[str, str]
     """Further name -> name of the tensor."""
     base: Base | None = None
-    """For adapters, the record of the files that have all other weights."""
+    """Record of the files that have all weights but the adapters."""
 
     def entries(self, *, dtype: torch.dtype, ema: bool = False, exclude_frozen: bool = False) -> list[Entry]:
         """Buffers, parameters, then tied names. Floating-point tensors become ``dtype``, others stay as they are."""
@@ -56,16 +56,16 @@ class Source:
                 remedy="train with custom_hooks=[dict(type='EMAHook')], or merge the weights themselves: without --ema",
             )
         average = self.average if ema else None
-        averaged = set() if average is None else set(average.names(EMA))
+        ema_names = set() if average is None else set(average.names(EMA))
         entries: dict[str, Entry] = {}
         for (kind, name), shape in self.reader.shapes.items():
             if kind not in (MASTER, BUFFER) or (exclude_frozen and name in self.frozen):
                 continue
             reader = self.reader
-            if average is not None and name in averaged:
+            if average is not None and name in ema_names:
                 reader, kind = average, EMA
-            stored = stored_dtype(reader, kind, name, shape)
-            target = dtype if stored.is_floating_point else stored
+            own_dtype = stored_dtype(reader, kind, name, shape)
+            target = dtype if own_dtype.is_floating_point else own_dtype
             entries[name] = Entry(name, shape, target, partial(reader.parts, kind, name), name)
         for alias, name in self.tied.items():
             if name in entries:
@@ -73,7 +73,7 @@ class Source:
         return list(entries.values())
 
 
-def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
+def read_source(checkpoint: Path, *, tag: str | None = None) -> WeightSource:
     """Open a checkpoint or a file of weights; of a work dir, or a folder of DeepSpeed's, the one its hint names, or
     ``tag``. Raises ``CheckpointError`` where it is incomplete or of an unknown layout.
     """
@@ -81,21 +81,21 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> Source:
     if not (directory / FILE_NAME).is_file():
         check_digests(directory)
         foreign = read_foreign(directory, tag="." if directory.is_dir() else None)
-        return Source(directory, foreign.reader, None, foreign.frozen, foreign.reader.tied)
+        return WeightSource(directory, foreign.reader, None, foreign.frozen, foreign.reader.tied)
 
     def has_weights(path: str) -> bool:  # a model for inference needs no other file
         return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
 
-    manifest = store.verify_manifest(directory, wanted=has_weights)
+    manifest = store.verify_manifest(directory, accepts=has_weights)
     reader = store.open_reader(directory, manifest)
     average = store.open_shards(directory, manifest).get(EMA)
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
-    return Source(directory, reader, average, frozen, {**reader.tied, **tied}, manifest.base)
+    return WeightSource(directory, reader, average, frozen, {**reader.tied, **tied}, manifest.base)
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     files: list[str]
     num_tensors: int
     numel: int
@@ -112,7 +112,7 @@ def merge(
     max_shard_size: str | int = "5GB",
     safe_serialization: bool = False,
     exclude_frozen: bool = False,
-) -> Merged:
+) -> MergeResult:
     """Write the weights of ``checkpoint`` into the new folder ``out``.
 
     Args:
@@ -145,18 +145,18 @@ def merge(
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
-        allowed = "a number of bytes, or one with a unit, like 5GB"
-        raise ConfigError(f"--max-shard-size {max_shard_size!r} is no size", allowed=allowed) from error
+        choices = "a number of bytes, or one with a unit, like 5GB"
+        raise ConfigError(f"--max-shard-size {max_shard_size!r} is no size", allowed=choices) from error
     shards = {name: [entries[each] for each in names] for name, names in split.filename_to_tensors.items()}
     sizes = []
     for of_file in shards.values():  # torch.save stores what tied names share once
         distinct = of_file if safe_serialization else {entry.source: entry for entry in of_file}.values()
         sizes.append(sum(entry.nbytes for entry in distinct))
-    needed, files = sum(sizes), [*shards]
+    nbytes, files = sum(sizes), [*shards]
     with new_directory(out) as staging:
         more = 0 if safe_serialization else max(sizes)  # torch.save reads from a further file
-        if shutil.disk_usage(staging).free < needed + more:  # now, and not after hours of writing
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {(needed + more) / 2**20:,.1f} MiB are needed")
+        if shutil.disk_usage(staging).free < nbytes + more:  # now, and not after hours of writing
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {(nbytes + more) / 2**20:,.1f} MiB are needed")
         for name, of_file in shards.items():
             if safe_serialization:
                 save_entries(staging / name, of_file, {"format": "pt"})
@@ -166,7 +166,7 @@ def merge(
             files.append(f"{file}.index.json")
             content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (staging / files[-1]).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return Merged(files, len(entries), sum(entry.numel for entry in entries.values()), needed)
+    return MergeResult(files, len(entries), sum(entry.numel for entry in entries.values()), nbytes)
 
 
 def export_weights(checkpoint: Path) -> None:

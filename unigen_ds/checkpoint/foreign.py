@@ -157,7 +157,7 @@ class Foreign(ForeignState):
     directory: Path
     """The folder of the files, below that of the tag; or the one file."""
     layout: str = "registered"
-    """As in a manifest; or ``torch``; ``published``, by a family; or ``registered``, in ``FOREIGN_STATES``."""
+    """A manifest's layout; ``torch``; ``published``, by a family; or ``registered``, in ``FOREIGN_STATES``."""
     unknown: tuple[str, ...] = ()
     """One sentence for each thing that cannot be known."""
     groups: Mapping[str, int] = field(default_factory=dict)
@@ -194,9 +194,9 @@ def is_known(path: Path) -> bool:
     """Whether ``path``, a folder or a file, is of a layout that ``read_foreign`` reads."""
     if path.is_file():
         return path.name.endswith(_ENDINGS) or zipfile.is_zipfile(path)
-    known = any(read(path) is not None for read in FOREIGN_STATES.module_dict.values())
-    known = known or (path / ".metadata").is_file() or any(is_deepspeed(file.name) for file in path.iterdir())
-    return known or bool(weight_files(path)) or published_format(path) is not None
+    has_reader = any(read(path) is not None for read in FOREIGN_STATES.module_dict.values())
+    has_reader = has_reader or (path / ".metadata").is_file() or any(is_deepspeed(file.name) for file in path.iterdir())
+    return has_reader or bool(weight_files(path)) or published_format(path) is not None
 
 
 def read_foreign(path: Path, *, tag: str | None = None) -> Foreign:
@@ -226,14 +226,14 @@ def _plain(folder: Path) -> Foreign:
         "Which weights were frozen, and which names are tied, is not stored.",
     ]
     reader: ShardReader
-    published = published_format(folder) if folder.is_dir() else None
+    kind = published_format(folder) if folder.is_dir() else None
     if (folder / ".metadata").is_file():
         reader, layout, writer = DCPReader(folder), "dcp", "unknown, dcp files"
-    elif published and (weights := published.weights(folder)):
-        reader, layout, writer = ShardReader(unique=True), "published", published.name
+    elif kind and (weights := kind.weights(folder)):
+        reader, layout, writer = ShardReader(unique=True), "published", kind.name
         reader.tied = dict(weights.tied)
-        for name, stored in weights.tensors.items():
-            reader.add(MASTER, name, 0, stored.numel, stored.flat, source=weights.where, shape=stored.shape)
+        for name, tensor in weights.tensors.items():
+            reader.add(MASTER, name, 0, tensor.numel, tensor.flat, source=weights.where, shape=tensor.shape)
     elif not (files := weight_files(folder)):
         raise CheckpointError(
             f"{folder} contains no checkpoint",

@@ -21,7 +21,7 @@ from unigen_ds.system.files import fsync_path, make_directory, read_line, write_
 from unigen_ds.system.journals import METRICS_FILE
 from unigen_ds.system.log import logger
 
-HINT = "checkpoint_dir.txt"
+LINK = "checkpoint_dir.txt"
 """File of a work dir: the folder of its checkpoints."""
 OWNER = "work_dir.txt"
 """File of a checkpoint dir: the work dir of its run."""
@@ -31,14 +31,14 @@ RUN = "run_id.txt"
 
 def home_of(directory: Path) -> Path:
     """The folder of the checkpoints of a work dir (``CheckpointError`` where that is gone); any other path as it is."""
-    line = read_line(directory / HINT)
+    line = read_line(directory / LINK)
     if line is None:
         return directory
     home = Path(line)
     if not home.is_dir():
         raise CheckpointError(
-            f"the checkpoints of {directory} are in {home}, as {directory / HINT} states, and there is no such folder",
-            remedy=f"restore it; if it was moved, write its present path into {directory / HINT}",
+            f"the checkpoints of {directory} are in {home}, as {directory / LINK} states, and there is no such folder",
+            remedy=f"restore it; if it was moved, write its present path into {directory / LINK}",
         )
     return home
 
@@ -49,22 +49,22 @@ def run_of(home: Path) -> Path:
 
 def check_home(work_dir: Path, home: Path) -> None:
     """Raise ``ConfigError`` for a ``home`` without the checkpoints of this run, or with another's. Reads files only."""
-    line = read_line(work_dir / HINT)
+    line = read_line(work_dir / LINK)
     before = work_dir if line is None else Path(line)
-    if not same(before, home) and (held := store.list_checkpoints(before)):
+    if not same(before, home) and (checkpoints := store.list_checkpoints(before)):
         keep = "leave checkpoint_dir out" if same(before, work_dir) else f"--checkpoint-dir {before}"
         raise ConfigError(
-            f"the run in {work_dir} has {len(held)} checkpoint(s) in {before}, and checkpoint_dir is {home}",
+            f"the run in {work_dir} has {len(checkpoints)} checkpoint(s) in {before}, and checkpoint_dir is {home}",
             remedy=f"{keep} to continue it; or first move all that is in {before} and belongs to checkpoints (their"
             f" folders, {store.HINT}, lineage.json) to {home}; or another --work-dir for another run",
         )
     if line is not None and same(before, home) and not home.is_dir():
         raise ConfigError(
             f"the checkpoints of the run in {work_dir} were in {home}, and there is no such folder",
-            remedy=f"restore it; or delete {work_dir / HINT} to begin without them",
+            remedy=f"restore it; or delete {work_dir / LINK} to begin without them",
         )
     owner = Path(read_line(home / OWNER) or work_dir)
-    if not same(owner, work_dir) and not same(Path(read_line(owner / HINT) or owner), home):
+    if not same(owner, work_dir) and not same(Path(read_line(owner / LINK) or owner), home):
         owner = work_dir  # that run has moved on to another folder
     if not same(work_dir, home) and (home / METRICS_FILE).exists():
         owner = home
@@ -80,10 +80,10 @@ def claim(work_dir: Path, home: Path) -> None:
     """Write the two files (rank 0, both folders locked). Checks again: another run may have had the lock in between."""
     check_home(work_dir, home)
     if same(work_dir, home):
-        for name in (HINT, OWNER):
+        for name in (LINK, OWNER):
             (work_dir / name).unlink(missing_ok=True)
         return
-    for file, path in ((work_dir / HINT, home.resolve()), (home / OWNER, work_dir.resolve())):
+    for file, path in ((work_dir / LINK, home.resolve()), (home / OWNER, work_dir.resolve())):
         if read_line(file) != str(path):
             write_text_atomic(file, f"{path}\n")
 
@@ -95,10 +95,10 @@ def run_id(work_dir: Path) -> str:
     file, here = work_dir / RUN, str(work_dir.resolve())
     identifier, _, folder = (read_line(file) or "").partition("\n")
     first = Path(folder) / RUN
-    known = re.fullmatch("[0-9a-f]{16}", identifier) is not None
+    is_id = re.fullmatch("[0-9a-f]{16}", identifier) is not None
     moved = folder != here and not (first.is_file() and first.samefile(file))
     copied = moved and (read_line(first) or "").partition("\n")[0] == identifier
-    if copied or not known:
+    if copied or not is_id:
         identifier = secrets.token_hex(8)
     if read_line(file) != f"{identifier}\n{here}":
         write_text_atomic(file, f"{identifier}\n{here}\n")
@@ -112,7 +112,7 @@ def same(one: Path, other: Path) -> bool:
 
 # One run at a time in a folder: two would void each other's metrics, and delete each other's unfinished saves.
 
-FILE_NAME = ".lock"
+_FILE_NAME = ".lock"
 
 
 class WorkDirLock:
@@ -126,7 +126,7 @@ class WorkDirLock:
             make_directory(work_dir)
             with contextlib.suppress(PermissionError):  # a parent that may be passed through, but not read
                 fsync_path(work_dir.absolute().parent)
-            self._stream = (work_dir / FILE_NAME).open("a+", encoding="utf-8")
+            self._stream = (work_dir / _FILE_NAME).open("a+", encoding="utf-8")
             try:
                 fcntl.lockf(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:
@@ -150,12 +150,12 @@ class WorkDirLock:
 
     def check(self) -> None:
         """Raises ``TrainingError`` where the folder is no longer the one that was locked."""
-        held = os.fstat(self._stream.fileno())
+        own = os.fstat(self._stream.fileno())
         try:
-            present = (self._work_dir / FILE_NAME).stat()
+            present = (self._work_dir / _FILE_NAME).stat()
         except OSError:
             present = None
-        if present is None or (present.st_dev, present.st_ino) != (held.st_dev, held.st_ino):
+        if present is None or (present.st_dev, present.st_ino) != (own.st_dev, own.st_ino):
             raise TrainingError(
                 f"{self._key} {self._work_dir} was moved or deleted during the run, or its disk is no longer mounted",
                 remedy="move it back, or mount it: the next save then succeeds; from a deleted folder nothing can be"

@@ -11,16 +11,16 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.store import Found
+from unigen_ds.checkpoint.store import Candidate
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system.files import size_text
 
-COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
-COMPLETE, NEXT, ABANDONED = "complete", "complete, --resume uses it", "complete, abandoned by a resume"
+TABLE_COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
+COMPLETE, NEXT, VOID = "complete", "complete, --resume uses it", "complete, abandoned by a resume"
 
 
-def find_checkpoints(directory: Path) -> list[Found]:
+def find_checkpoints(directory: Path) -> list[Candidate]:
     """The checkpoints of a work dir, oldest first, or the one that ``directory`` is; ``CheckpointError`` for none."""
     if not directory.exists():
         raise store.missing(directory)
@@ -30,7 +30,7 @@ def find_checkpoints(directory: Path) -> list[Found]:
     if (directory / FILE_NAME).is_file() or store.is_checkpoint_name(directory.name):
         directory = directory.resolve()
         listing = store.list_checkpoints(directory.parent)
-        return [one for one in listing if one.path == directory] or [Found(directory, Manifest.read(directory), None)]
+        return [c for c in listing if c.path == directory] or [Candidate(directory, Manifest.read(directory), None)]
     checkpoints = store.list_checkpoints(directory)
     if not checkpoints:
         raise CheckpointError(f"no checkpoint found in {directory}")
@@ -48,19 +48,19 @@ def table(directory: Path) -> list[str]:
                 marks[best[0]] = f"; best: {best[1].metric} {best[1].value:.6g}"
         except CheckpointError as error:  # a damaged record is shown where it is
             marks[newest] = f"; {error.problem}"
-    rows: list[tuple[str, ...]] = [COLUMNS]
+    rows: list[tuple[str, ...]] = [TABLE_COLUMNS]
     for checkpoint in checkpoints:
         path, manifest = checkpoint.path, checkpoint.manifest
         if manifest is None:
-            rows.append((path.name, *["-"] * (len(COLUMNS) - 2), str(checkpoint.problem)))
+            rows.append((path.name, *["-"] * (len(TABLE_COLUMNS) - 2), str(checkpoint.problem)))
             continue
-        state = NEXT if path == newest else COMPLETE if checkpoint in current else ABANDONED
+        state = NEXT if path == newest else COMPLETE if checkpoint in current else VOID
         epoch = manifest.progress.sequences / manifest.ruler.sequences_per_epoch
         size, batch = size_text(manifest.size), manifest.geometry.global_batch_size
         numbers = (manifest.iteration, manifest.progress.updates, f"{epoch:.2f}", batch, size)
         ending = checkpoint.problem or state + marks.get(path, "")
         rows.append((path.name, *map(str, numbers), manifest.created, manifest.parent or "-", ending))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(TABLE_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return lines + [f"{path}{mark}" for path, mark in marks.items() if path not in {f.path for f in checkpoints}]
 
@@ -72,12 +72,12 @@ def best(directory: Path) -> list[str]:
     if record is None:
         remedy = "custom_hooks=[dict(type='EvaluateHook', save_best='val/loss')] keeps the best one"
         raise CheckpointError(f"no best checkpoint was recorded in {directory}", remedy=remedy)
-    path, chosen = record
-    facts = {"best": path, "metric": f"{chosen.metric} ({chosen.rule} is better)", "value": repr(chosen.value)}
-    return [f"{name.ljust(6)}  {value}" for name, value in {**facts, "update": chosen.updates}.items()]
+    path, score = record
+    facts = {"best": path, "metric": f"{score.metric} ({score.rule} is better)", "value": repr(score.value)}
+    return [f"{name.ljust(6)}  {value}" for name, value in {**facts, "update": score.updates}.items()]
 
 
-def problems(checkpoint: Found) -> str | None:
+def problems(checkpoint: Candidate) -> str | None:
     """What is wrong with a checkpoint, every byte read; None when nothing is."""
     if checkpoint.problem is not None or checkpoint.manifest is None:
         return checkpoint.problem
@@ -90,16 +90,16 @@ def describe_checkpoint(directory: Path) -> list[str]:
     readable = [f for f in checkpoints if f.manifest is not None]
     if not readable:
         raise CheckpointError(f"{checkpoints[-1].path}: {checkpoints[-1].problem}")
-    chosen = (store.current(checkpoints) or readable)[-1]
-    manifest = chosen.manifest
+    checkpoint = (store.current(checkpoints) or readable)[-1]
+    manifest = checkpoint.manifest
     assert manifest is not None
     progress, loader, schedules = manifest.progress, manifest.loader, Schedules.from_state_dict(manifest.schedule)
     sizes, per_epoch = Counter[str](), manifest.ruler.sequences_per_epoch
     for row in manifest.parameters:
         sizes[f"group {row['group']}" if row["trainable"] else "frozen"] += prod(row["shape"])
     facts = {
-        "checkpoint": chosen.path,
-        "state": chosen.problem or COMPLETE,
+        "checkpoint": checkpoint.path,
+        "state": checkpoint.problem or COMPLETE,
         "created": f"{manifest.created} as commit {manifest.commit}, after {manifest.parent or 'a fresh start'}",
         "iteration": f"{manifest.iteration} ({progress.updates} updates, {progress.skipped_updates} of them skipped)",
         "epoch": f"{progress.sequences / per_epoch:.4f} of {per_epoch:,} sequences each",

@@ -44,13 +44,13 @@ from pydantic import TypeAdapter
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.system.machine import installed, source_digest
+from unigen_ds.system.machine import installed_version, source_digest
 
 FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"
 FULL = "full"
 """Folder of a checkpoint that was saved with ``CheckpointHook(form='both')``: the same checkpoint, consolidated."""
-_SHOWN = 300
+_MAX_LENGTH = 300
 """Characters of an error that a message repeats: the error of a damaged file may be of any length."""
 _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "pillow", "mmengine", "deepspeed")
 
@@ -60,7 +60,7 @@ def current_versions() -> dict[str, str]:
     edited without a new version; absent packages are left out.
     """
     versions = {"python": platform.python_version(), "unigen_ds source": source_digest()}
-    return versions | {package: number for package in _PACKAGES if (number := installed(package)) is not None}
+    return versions | {package: number for package in _PACKAGES if (number := installed_version(package)) is not None}
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -174,7 +174,7 @@ class Manifest:
             state.pop("iteration", None)
             return _VALUES.validate_python(state)
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LENGTH]
             raise CheckpointError(f"{path} is damaged: {what}") from error
 
 

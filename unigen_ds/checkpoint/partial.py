@@ -25,8 +25,8 @@ import torch
 from pydantic import BeforeValidator, field_validator
 from torch import Tensor
 
-from unigen_ds.config.section import LISTED, Section
-from unigen_ds.config.values import Allowed, as_tuple
+from unigen_ds.config.section import AS_LIST, Section
+from unigen_ds.config.values import Choices, as_tuple
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, Fetch, Misfit, Shape, ShardReader, first_names, misfit
 
@@ -34,7 +34,7 @@ DIFFERENCES = ("missing", "unexpected", "reshaped", "sizes")
 REPORT_FILE = "load_report.json"
 _PIECE = 1 << 22
 
-Key = tuple[str, str]
+_Key = tuple[str, str]
 """(kind, name)."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Ends of the names of tensors that have a row for each token."""
@@ -46,10 +46,10 @@ class LoadSettings(Section):
     """``load_cfg`` of a config, with ``load_from`` alone. By default nothing may differ."""
 
     revise_keys: Annotated[
-        tuple[Pair, ...], LISTED, Allowed(r"[(regex, replacement), ...], as in [(r'^module\.', '')]")
+        tuple[Pair, ...], AS_LIST, Choices(r"[(regex, replacement), ...], as in [(r'^module\.', '')]")
     ] = ()
     r"""`[(regex, replacement), ...]`, applied to the stored names in order, as in mmengine: `[(r'^module\.', '')]`."""
-    allow: Annotated[tuple[Difference, ...], LISTED, Allowed("a list of missing, unexpected, reshaped, sizes")] = ()
+    allow: Annotated[tuple[Difference, ...], AS_LIST, Choices("a list of missing, unexpected, reshaped, sizes")] = ()
     """What may differ: a list of `'missing'`, `'unexpected'`, `'reshaped'`, `'sizes'`. Such tensors of the model keep
     their initial values, such ones of the checkpoint are left there; without it each is an error.
     [checkpoints.md](checkpoints.md#weights-for-another-model)."""
@@ -64,24 +64,24 @@ class LoadSettings(Section):
             try:
                 re.sub(pattern, replacement, "")
             except (re.error, IndexError) as error:
-                allowed = r"[(regex, replacement), ...], as in [(r'^module\.', '')]"
+                choices = r"[(regex, replacement), ...], as in [(r'^module\.', '')]"
                 problem = f"load_cfg.revise_keys: {replacement!r} for {pattern!r}: {error}"
-                raise ConfigError(problem, allowed=allowed) from error
+                raise ConfigError(problem, allowed=choices) from error
         return pairs
 
-    def revised(self, name: str) -> str:
+    def revise(self, name: str) -> str:
         for pattern, replacement in self.revise_keys:
             name = re.sub(pattern, replacement, name)
         return name
 
-    def resizes(self, names: Sequence[str], stored: Shape, shape: Shape) -> bool:
+    def resizes(self, names: Sequence[str], old: Shape, shape: Shape) -> bool:
         """Whether a tensor of these names may be loaded with more rows, or with fewer."""
-        same_rows = len(stored) == len(shape) > 1 and stored[1:] == shape[1:]
-        allowed = self.resize_vocab == "shrink" or (self.resize_vocab and stored[0] <= shape[0])
-        return same_rows and bool(allowed) and any(name.endswith(VOCABULARY) for name in names)
+        same_rows = len(old) == len(shape) > 1 and old[1:] == shape[1:]
+        may_resize = self.resize_vocab == "shrink" or (self.resize_vocab and old[0] <= shape[0])
+        return same_rows and bool(may_resize) and any(name.endswith(VOCABULARY) for name in names)
 
 
-class _Stored(NamedTuple):
+class _Tensor(NamedTuple):
     kind: str
     name: str
     shape: Shape
@@ -91,7 +91,7 @@ class _Stored(NamedTuple):
 class Fit(Misfit):
     """Which stored tensor is loaded into which of a model: ``missing`` and ``reshaped`` ones keep initial values."""
 
-    sources: dict[Key, Key] = field(default_factory=dict)
+    sources: dict[_Key, _Key] = field(default_factory=dict)
     """(kind, name) in the model -> in the checkpoint."""
     resized: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     """Names of vocabularies, which are loaded -> (stored shape, the model's)."""
@@ -101,14 +101,14 @@ class Fit(Misfit):
     """An option of a command line that changes one prefix, after which every name fits; empty where there is none."""
 
     @property
-    def kept(self) -> frozenset[str]:
+    def initial_names(self) -> frozenset[str]:
         """Names without a tensor in the checkpoint."""
         return frozenset((*self.missing, *self.reshaped))
 
     @property
     def renamed(self) -> dict[str, str]:
         """The model's name -> the stored one."""
-        return {name: stored for (_, name), (_, stored) in self.sources.items() if stored != name}
+        return {name: old for (_, name), (_, old) in self.sources.items() if old != name}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, every name: ``load_report.json``."""
@@ -117,15 +117,15 @@ class Fit(Misfit):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """(kind of difference, one line about it with the first names); nothing where there is none."""
-        reshaped = [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in self.reshaped.items()]
-        resized = [f"{name} from {was[0]} to {now[0]} rows" for name, (was, now) in self.resized.items()]
-        renamed = [f"{stored} is {name}" for name, stored in self.renamed.items()]
+        reshapes = [f"{name} was {[*was]} and is {[*now]}" for name, (was, now) in self.reshaped.items()]
+        resizes = [f"{name} from {was[0]} to {now[0]} rows" for name, (was, now) in self.resized.items()]
+        renames = [f"{old} is {name}" for name, old in self.renamed.items()]
         for kind, what, names in (
-            ("renamed", "under another name", renamed),
-            ("resized", "with a resized vocabulary", resized),
+            ("renamed", "under another name", renames),
+            ("resized", "with a resized vocabulary", resizes),
             ("missing", "missing in the checkpoint", self.missing),
             ("unexpected", "not in the model", self.unexpected),
-            ("reshaped", "of another shape", reshaped),
+            ("reshaped", "of another shape", reshapes),
             ("sizes", "sizes that no shape shows", self.sizes),
         ):
             if names:
@@ -133,18 +133,18 @@ class Fit(Misfit):
 
     def check(self, cfg: LoadSettings, *, first: Sequence[str] = ()) -> None:
         """Raises ``CheckpointError`` for what is not allowed, or if nothing fits. ``first``: explanations, in words."""
-        refused = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
-        if refused:
+        refusals = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
+        if refusals:
             if self.option:
                 problem = "the checkpoint's names are not the model's"
                 raise CheckpointError(problem, remedy=f"{self.option} renames them")
-            grown = any(name.endswith(VOCABULARY) for name in self.reshaped)
+            rows = any(name.endswith(VOCABULARY) for name in self.reshaped)
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
-            remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if grown else ""
+            remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if rows else ""
             remedy += "the model's config should state the stored sizes; " if self.sizes else ""
-            remedy += f"load_cfg.allow={[*refused]} leaves these as they are; {REPORT_FILE} has every name"
+            remedy += f"load_cfg.allow={[*refusals]} leaves these as they are; {REPORT_FILE} has every name"
             raise CheckpointError(
-                f"the checkpoint does not fit the model: {'; '.join([*first, *refused.values()])}", remedy=remedy
+                f"the checkpoint does not fit the model: {'; '.join([*first, *refusals.values()])}", remedy=remedy
             )
         if not self.sources:
             raise CheckpointError("nothing in the checkpoint has the name and shape of a tensor of the model",
@@ -153,7 +153,7 @@ class Fit(Misfit):
 
 def fit(
     reader: ShardReader,
-    stored: Sequence[Mapping[str, Any]],
+    table: Sequence[Mapping[str, Any]],
     *,
     parameters: Sequence[Mapping[str, Any]],
     buffers: Mapping[str, int],
@@ -165,7 +165,7 @@ def fit(
     Reads a tensor only where the checkpoint has two of what is one (tied) in the model: are they equal?
 
     Args:
-        stored: the checkpoint's parameter table: rows with ``name``, ``shape`` and ``tied`` (further names).
+        table: the checkpoint's parameter table: rows with ``name``, ``shape`` and ``tied`` (further names).
         parameters: the model's.
         buffers: elements of the model's buffers, by name.
         sizes: differences of the model that neither a name nor a shape shows, in words (``resume/finding.py``).
@@ -173,21 +173,21 @@ def fit(
     A tensor is found by any of its names, so tied embeddings fill a model that does not tie them. Raises
     ``CheckpointError`` where two stored names become one.
     """
-    by_name, result = _by_revised_name(reader, stored, cfg), Fit(sizes=list(sizes))
+    by_name, result = _by_revised_name(reader, table, cfg), Fit(sizes=list(sizes))
     targets = [(MASTER, (row["name"], *row.get("tied", ())), tuple(row["shape"])) for row in parameters]
     targets += [(BUFFER, (name,), (numel,)) for name, numel in buffers.items()]
-    loaded, chosen = set(), {}
+    loads, source_of = set(), {}
     for _, names, _ in targets:
         sources = list(dict.fromkeys(by_name[name] for name in names if name in by_name))
         if sources:
-            chosen[names[0]] = source = sources[0]
-            loaded |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
-    differing = misfit({n: source.shape for n, source in chosen.items()}, {names[0]: s for _, names, s in targets})
+            source_of[names[0]] = source = sources[0]
+            loads |= {(each.kind, each.name) for each in sources if each is source or _equal(reader, each, source)}
+    differing = misfit({n: source.shape for n, source in source_of.items()}, {names[0]: s for _, names, s in targets})
     result.missing = differing.missing
     for kind, (name, *others), shape in targets:
-        if name not in chosen:
+        if name not in source_of:
             continue
-        source = chosen[name]
+        source = source_of[name]
         if name in differing.reshaped and cfg.resizes((name, *others), source.shape, shape):
             result.resized[name] = differing.reshaped[name]
         elif name in differing.reshaped and not (
@@ -198,48 +198,48 @@ def fit(
             continue
         result.sources[kind, name] = source.kind, source.name
     tensors = dict.fromkeys((source.kind, source.name) for source in by_name.values())
-    result.unexpected = [name for kind, name in tensors if (kind, name) not in loaded]
+    result.unexpected = [name for kind, name in tensors if (kind, name) not in loads]
     if result.missing and not cfg.revise_keys:
         result.option = _renaming(by_name, [names for kind, names, _ in targets if kind == MASTER], {*buffers})
     return result
 
 
-def _renaming(stored: Collection[str], parameters: Sequence[Sequence[str]], buffers: set[str]) -> str:
+def _renaming(old_names: Collection[str], parameters: Sequence[Sequence[str]], buffers: set[str]) -> str:
     """``Fit.option``: the stored name that ends most as the model's longest (of ``parameters``) shows the prefix."""
     longest = max((names[0] for names in parameters), key=len).split(".")
-    parts = {name: name.split(".") for name in stored}
+    parts = {name: name.split(".") for name in old_names}
     ends = {name: 0 for name in parts}  # how many members at the end are the same
     for name, of_name in parts.items():
         while ends[name] < min(len(of_name), len(longest)) and of_name[-1 - ends[name]] == longest[-1 - ends[name]]:
             ends[name] += 1
-    allowed = buffers.union(*parameters)
+    own_names = buffers.union(*parameters)
     for name, end in ends.items():
         if not end or end < max(ends.values()):
             continue
         old, new = ("".join(f"{part}." for part in one[: len(one) - end]) for one in (parts[name], longest))
         pattern = f"^{re.escape(old)}"
-        renamed = {re.sub(pattern, new, each) for each in stored}
-        if renamed <= allowed and all(renamed.intersection(names) for names in parameters):
+        new_names = {re.sub(pattern, new, each) for each in old_names}
+        if new_names <= own_names and all(new_names.intersection(names) for names in parameters):
             return f"--cfg-options {shlex.quote(f'load_cfg.revise_keys={json.dumps([[pattern, new]])}')}"
     return ""
 
 
-def _by_revised_name(reader: ShardReader, stored: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Stored]:
-    pairs = [((row["name"], *row.get("tied", ())), _Stored(MASTER, row["name"], tuple(row["shape"]))) for row in stored]
-    pairs += [((name,), _Stored(BUFFER, name, (reader.numel(BUFFER, name),))) for name in reader.names(BUFFER)]
-    by_name: dict[str, _Stored] = {}
+def _by_revised_name(reader: ShardReader, table: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Tensor]:
+    pairs = [((row["name"], *row.get("tied", ())), _Tensor(MASTER, row["name"], tuple(row["shape"]))) for row in table]
+    pairs += [((name,), _Tensor(BUFFER, name, (reader.numel(BUFFER, name),))) for name in reader.names(BUFFER)]
+    by_name: dict[str, _Tensor] = {}
     for names, tensor in pairs:
         for name in names:
-            other = by_name.setdefault(cfg.revised(name), tensor)
+            other = by_name.setdefault(cfg.revise(name), tensor)
             if other is not tensor:
                 raise CheckpointError(
-                    f"{other.name} and {tensor.name} of the checkpoint both become {cfg.revised(name)}",
+                    f"{other.name} and {tensor.name} of the checkpoint both become {cfg.revise(name)}",
                     remedy="make the patterns of load_cfg.revise_keys narrower",
                 )
     return by_name
 
 
-def _equal(reader: ShardReader, one: _Stored, other: _Stored) -> bool:
+def _equal(reader: ShardReader, one: _Tensor, other: _Tensor) -> bool:
     """Whether two stored tensors are the same, bit by bit: a format without sharing has tied weights twice."""
     numel = math.prod(one.shape)
     return one.shape == other.shape and all(
@@ -254,24 +254,24 @@ class FittedReader(ShardReader):
     def __init__(self, reader: ShardReader, fit: Fit) -> None:
         super().__init__()
         for (kind, name), source in fit.sources.items():
-            stored, shape = fit.resized.get(name, ((reader.numel(*source),),) * 2)
-            have, numel = math.prod(stored), math.prod(shape)
+            old, shape = fit.resized.get(name, ((reader.numel(*source),),) * 2)
+            have, numel = math.prod(old), math.prod(shape)
             self.add(kind, name, 0, min(have, numel), partial(reader.read, *source))
-            self.add(kind, name, have, max(numel - have, 0), _new_rows(reader, source, stored))
+            self.add(kind, name, have, max(numel - have, 0), _new_rows(reader, source, old))
 
 
-def _new_rows(reader: ShardReader, source: Key, stored: Shape) -> Fetch:
+def _new_rows(reader: ShardReader, source: _Key, old: Shape) -> Fetch:
     """Fetch from further rows of a tensor, each the mean of the stored ones."""
-    width = math.prod(stored[1:])
+    width = math.prod(old[1:])
 
     @cache
     def mean() -> Tensor:
         """Read the rows in pieces, summed in fp64: the same on every rank."""
         total, step = torch.zeros(width, dtype=torch.float64), max(1, _PIECE // width)
-        for first in range(0, stored[0], step):
-            piece = reader.read(*source, first * width, min(first + step, stored[0]) * width)
+        for first in range(0, old[0], step):
+            piece = reader.read(*source, first * width, min(first + step, old[0]) * width)
             total += piece.reshape(-1, width).sum(0, dtype=torch.float64)
-        return (total / stored[0]).float()
+        return (total / old[0]).float()
 
     def fetch(start: int, stop: int) -> Tensor:
         column = start % width

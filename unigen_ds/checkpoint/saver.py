@@ -2,8 +2,8 @@
 
 ::
 
-    announce   every rank: the engine lists the files of this rank (collectives, no disk)
-               rank 0:     journals flushed to disk, free space checked, iter_100.pth.tmp-<commit>/ made
+    collect    every rank: the engine lists the files of this rank (collectives, no disk)
+    announce   rank 0:     journals flushed to disk, free space checked, iter_100.pth.tmp-<commit>/ made
     write      every rank: writes its files with their hashes, flushes each to disk (disk, no collectives)
     commit     rank 0:     index files, the consolidated files if asked for, manifest.json last,
                            rename: from here on it exists; last_checkpoint, a hint
@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -52,20 +52,30 @@ from unigen_ds.system.outputs import (
 from unigen_ds.system.seeding import rng_state
 
 CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
-_WRITTEN = ".written"
+_OUTCOMES = ".written"
 """Folder of a staging directory: what each rank has written, during an asynchronous save."""
 Form = Literal["sharded", "full", "both"]
 """The files that a save leaves: the engine's own ones, the consolidated ones, or both."""
-_CONSOLIDATED = "safetensors"
+_WHOLE_LAYOUT = "safetensors"
 """The layout of the consolidated files, which is that of ``single``."""
 _THREADS = 4
 """Files that a rank writes at a time: one is hashed while the system flushes another."""
-_SHOWN = 3
+_MOST = 3
 """Ranks whose errors are in a message, and tensors."""
 _REMEDY = (
     "free disk space (it must suffice for one checkpoint more than max_keep_ckpts: an old one is deleted only after the"
     " new one is complete) or fix the permission; older checkpoints and the training itself are untouched"
 )
+
+
+class Background(Protocol):
+    """Has another process write a save (``background.py``): ``copy`` once files are listed, then ``start``."""
+
+    def copy(self, attempt: Save, tensors: Sequence[tuple[str, Tensor]]) -> None: ...
+
+    def start(self, attempt: Save) -> None: ...
+
+    def wait(self) -> None: ...
 
 
 def save(
@@ -81,11 +91,11 @@ def save(
     before: Callable[[], None] = lambda: None,
     write_tokenizer: Callable[[str], None] | None = None,
     then: Callable[[Path], None] | None = None,
-    hand_over: Callable[[Save, list[tuple[str, Tensor]]], None] | None = None,
+    background: Background | None = None,
 ) -> Path | None:
     """Write and commit ``work_dir/name``. Collective. Returns the committed directory; raises ``SaveError``.
 
-    With ``hand_over`` (``BackgroundWriter.start``) another process writes it: None, and its ``finish`` returns it.
+    With ``background`` another process writes it: None, and its ``finish`` returns it.
 
     ``hook_shards``: directory name -> shards (``{'ema': [...]}``). ``before`` is called on rank 0 first of all; an
     error of it is a failure of the save. ``manifest`` gets its commit number, files and layout here. A name that exists
@@ -114,7 +124,7 @@ def save(
                 outputs += [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in paths]
         return dataclasses.replace(state, files=outputs)
 
-    def trained() -> Iterator[tuple[str, Tensor]]:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
         yield from backend.trained_tensors()
         for folder, shards in hook_shards.items():
             yield from ((f"{folder} of {shard.name}", shard.data) for shard in shards)
@@ -122,13 +132,18 @@ def save(
     attempt = Save(work_dir, name, manifest, form)
     attempt.then = then
     try:
-        attempt.announce(collect, before)
-        if hand_over is not None:
-            hand_over(attempt, list(trained()))
+        attempt.collect(collect)
+        if background is not None:
+            background.copy(attempt, list(tensors()))  # while rank 0 prepares the folder
+        attempt.announce(before)
+        if background is not None:
+            background.start(attempt)
             return None
-        attempt.write(trained())
+        attempt.write(tensors())
         return attempt.commit()
     except BaseException:
+        if background is not None:
+            background.wait()
         attempt.remove()
         raise
 
@@ -152,8 +167,8 @@ def _outcome(action: Callable[[], Any]) -> _Outcome:
 
 
 class Save:
-    """One checkpoint on its way to the disk: ``announce``, ``write``, ``commit``. ``write`` uses no collective, and
-    needs of the engine's memory only what the outputs read.
+    """One checkpoint on its way to the disk: ``collect``, ``announce``, ``write``, ``commit``. ``write`` uses no
+    collective, and needs of the engine's memory only what the outputs read.
     """
 
     then: Callable[[Path], None] | None = None
@@ -164,34 +179,45 @@ class Save:
         self.staging: Path | None = None
         """The folder that this rank writes to; on rank 0 None once it is renamed."""
         self._state = StateFiles("", [])
-        self._plans: list[Any] = []
-        """Of every rank, on rank 0."""
-        self._needed: tuple[int, int] | None = None
+        self._need: tuple[int, int] | None = None
         """Bytes and files of all ranks."""
-        self._written = _Outcome(None)
+        self._collect_outcome = self._write_outcome = _Outcome(None)
 
-    def announce(self, collect: Callable[[], StateFiles], before: Callable[[], None]) -> None:
-        """Make the staging directory for the files of every rank, which ``collect`` lists; ``before`` is called on rank
-        0 first of all. Collective; raises ``SaveError``.
-        """
+    @property
+    def decisions(self) -> tuple[Path | None, Path, tuple[int, int] | None, int]:
+        """What ``announce`` adds: to be set where a copy was made before."""
+        return self.staging, self.final, self._need, self.manifest.commit
 
-        def listed() -> tuple[int, int, set[str], Any]:
+    @decisions.setter
+    def decisions(self, values: tuple[Path | None, Path, tuple[int, int] | None, int]) -> None:
+        self.staging, self.final, self._need, self.manifest.commit = values
+
+    def collect(self, collect: Callable[[], StateFiles]) -> None:
+        """List the files of this rank. ``announce`` raises errors."""
+
+        def describe_files() -> tuple[int, int, set[str]]:
             self._state = collect()
             files = self._state.files
             folders = {os.path.dirname(file.path) for file in files}
-            return sum(file.nbytes for file in files), len(files), folders, self._state.plan
+            return sum(file.nbytes for file in files), len(files), folders
 
-        def prepare(announced: Sequence[tuple[int, int, set[str], Any]]) -> Path:
+        self._collect_outcome = _outcome(describe_files)
+
+    def announce(self, before: Callable[[], None]) -> None:
+        """Make the staging directory for the files of every rank; ``before`` is called on rank 0 first of all.
+        Collective; raises ``SaveError``.
+        """
+
+        def prepare(parts: Sequence[tuple[int, int, set[str]]]) -> Path:
             """A quota is found only when it is reached; then the save fails."""
-            folders = sorted(set().union({""}, *(folders for *_, folders, _ in announced)))
-            size, files = (sum(column) for column in list(zip(*announced, strict=True))[:2])
-            self._needed = size * (2 if self._consolidates else 1), files + len(folders) + 1  # the manifest
-            self._plans = [plan for *_, plan in announced]
+            sizes, numbers, of_ranks = zip(*parts, strict=True)
+            folders = sorted({""}.union(*of_ranks))
+            self._need = sum(sizes) * (2 if self._consolidates else 1), sum(numbers) + len(folders) + 1  # the manifest
             before()
             make_directory(self.work_dir)
             self.manifest.commit = store.next_commit(self.work_dir)
             self.final = free_name(self.final)
-            if _free(self.work_dir)[0] < self._needed[0]:
+            if _free(self.work_dir)[0] < self._need[0]:
                 raise UnigenError("the disk has too little free space")
             staging = self.final.with_name(f"{self.final.name}{store.STAGING}{self.manifest.commit}")
             delete_inside(staging, self.work_dir)
@@ -200,22 +226,24 @@ class Save:
                 (staging / folder).mkdir()
             return staging
 
-        self.staging = self._agree(_outcome(listed), prepare)
+        self.staging = self._agree(self._collect_outcome, prepare)
 
-    def write(self, trained: Iterable[tuple[str, Tensor]]) -> None:
-        """Write this rank's files; look whether all ``trained`` are finite. No collective: ``commit`` raises errors."""
+    def write(self, tensors: Iterable[tuple[str, Tensor]], *, direct: bool = False) -> None:
+        """Write this rank's files (``write_output``), and look whether all ``tensors`` are finite. No collective:
+        ``commit`` raises errors."""
 
         def write_all() -> tuple[list[FileEntry], list[Any], list[str]]:
             assert self.staging is not None
-            return *_write(self.staging, self._state.files), [name for name, data in trained if not all_finite(data)]
+            results = _write(self.staging, self._state.files, direct)
+            return *results, [name for name, data in tensors if not all_finite(data)]
 
-        self._written = _outcome(write_all)
+        self._write_outcome = _outcome(write_all)
 
     def commit(self) -> Path:
         """Make the checkpoint exist, once every rank has written. Collective. Raises ``SaveError``; and
         ``TrainingError`` for one that is not finite, which is kept apart.
         """
-        final, error = self._agree(self._written, self._publish)
+        final, error = self._agree(self._write_outcome, self._publish)
         if error is not None:
             raise error
         return final
@@ -224,45 +252,45 @@ class Save:
         """``then`` on rank 0 with what each rank's phase returned, which goes to rank 0 alone. Collective; returns rank
         0's value, or raises the same error on all ranks.
         """
-        gathered = dist.gather_to_main(outcome)
-        result, failure = dist.broadcast_object(None if gathered is None else self._answer(gathered, then))
+        outcomes = dist.gather_to_main(outcome)
+        result, failure = dist.broadcast_object(None if outcomes is None else self._answer(outcomes, then))
         if failure is not None:
             raise failure
         return result
 
     def _answer(self, outcomes: Sequence[_Outcome], then: Callable[[list[Any]], Any]) -> tuple[Any, SaveError | None]:
-        """On rank 0: what ``then`` returns, or the error where it or a rank has failed."""
-        failed = [one for one in outcomes if one.problem is not None]
-        if not failed:
+        """Return what ``then`` returns on rank 0, or the error where it or a rank has failed."""
+        failures = [one for one in outcomes if one.problem is not None]
+        if not failures:
             result = _outcome(lambda: then([one.value for one in outcomes]))
             if result.problem is None:
                 return result.value, None
-            failed = [result]
+            failures = [result]
         self.remove()
-        parts = [f"rank {one.rank}: {one.problem}" for one in failed[:_SHOWN]]
-        parts += [f"and {len(failed) - _SHOWN} more ranks"] * (len(failed) > _SHOWN)
+        parts = [f"rank {one.rank}: {one.problem}" for one in failures[:_MOST]]
+        parts += [f"and {len(failures) - _MOST} more ranks"] * (len(failures) > _MOST)
         with suppress(OSError):  # of a disk that is gone
-            (size, files), (free, inodes) = self._needed or (0, 0), _free(self.work_dir)
+            (size, files), (free, inodes) = self._need or (0, 0), _free(self.work_dir)
             if size:
                 parts.append(f"it needs {size:,} bytes and {free:,} bytes are free there")
             if files > inodes:
                 parts.append(f"it has {files:,} files and only {inodes:,.0f} can be made there (df -i)")
-        remedy = next((one.remedy for one in failed if one.remedy), _REMEDY)
+        remedy = next((one.remedy for one in failures if one.remedy), _REMEDY)
         return None, SaveError(f"could not write checkpoint {self.final}: {'; '.join(parts)}", remedy=remedy)
 
-    def complete(self, trained: Iterable[tuple[str, Tensor]], wait: Callable[[], None]) -> Any:
+    def complete(self, tensors: Iterable[tuple[str, Tensor]], wait: Callable[[], None]) -> Any:
         """``write`` and ``commit`` without collectives, in a process for each rank: what each has written is a file in
         the staging directory, where that of rank 0 finds it. ``wait`` is called between two looks, and may raise.
         Returns on rank 0 what ``commit`` returns, and the error. Raises the error of any other rank.
         """
-        self.write(trained)
+        self.write(tensors, direct=True)
         assert self.staging is not None
-        folder = self.staging / _WRITTEN
+        folder = self.staging / _OUTCOMES
         if not dist.is_main():
-            if self._written.problem is not None:
-                raise UnigenError(self._written.problem)
+            if self._write_outcome.problem is not None:
+                raise UnigenError(self._write_outcome.problem)
             folder.mkdir(exist_ok=True)
-            text = json.dumps(self._written.value, default=dataclasses.astuple)
+            text = json.dumps(self._write_outcome.value, default=dataclasses.astuple)
             write_text_atomic(folder / f"{dist.rank()}.json", text)
             return None
 
@@ -275,12 +303,12 @@ class Save:
             delete_inside(folder, self.work_dir)
             return self._publish(own)
 
-        return self._answer([self._written], publish)
+        return self._answer([self._write_outcome], publish)
 
     @property
     def _consolidates(self) -> bool:
         """Whether consolidated files are written beside those of the ranks."""
-        return self.form != "sharded" and self._state.layout != _CONSOLIDATED
+        return self.form != "sharded" and self._state.layout != _WHOLE_LAYOUT
 
     def _publish(
         self, parts: Sequence[tuple[list[FileEntry], list[Any], list[str]]]
@@ -294,7 +322,7 @@ class Save:
             self.final = free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
         entries = [entry for of_rank, *_ in parts for entry in of_rank]
         if (index := self._state.index) is not None:
-            entries += _write(staging, index(self._plans, [results for _, results, _ in parts]))[0]
+            entries += _write(staging, index([results for _, results, _ in parts]))[0]
         self.manifest.layout, self.manifest.files = self._state.layout, sorted(entries)
         if self._consolidates and not names:
             _consolidate(staging, self.manifest, form=self.form)
@@ -318,10 +346,10 @@ class Save:
             if former != self.final and former.is_dir():
                 store.delete(former)
                 logger().info("Deleted %s: %s is the newest that is not finite.", former, self.final.name)
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
         end = TrainingError(
             f"after update {self.manifest.progress.updates} the state is not finite (NaN or infinite):"
-            f" {', '.join(names[:_SHOWN])}{more}; it is kept apart in {self.final}, which no resume loads",
+            f" {', '.join(names[:_MOST])}{more}; it is kept apart in {self.final}, which no resume loads",
             remedy="--resume continues from the newest checkpoint that is finite: lower the learning rate, or look at"
             " the data since then (tools/inspect_data.py)",
         )
@@ -352,14 +380,14 @@ def free_name(path: Path) -> Path:
     return candidate
 
 
-def _write(staging: Path, files: Sequence[Output]) -> tuple[list[FileEntry], list[Any]]:
+def _write(staging: Path, files: Sequence[Output], direct: bool = False) -> tuple[list[FileEntry], list[Any]]:
     """Write files and flush them and their folders to disk: their entries, and what their ``write`` returned."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        written = list(pool.map(lambda file: write_output(staging, file), files))
+        results = list(pool.map(lambda file: write_output(staging, file, direct=direct), files))
     for folder in sorted({(staging / file.path).parent for file in files} | {staging}):
         fsync_path(folder)
-    entries = [FileEntry(file.path, size, digest) for file, (size, digest, _) in zip(files, written, strict=True)]
-    return entries, [result for *_, result in written if result is not None]
+    entries = [FileEntry(file.path, size, digest) for file, (size, digest, _) in zip(files, results, strict=True)]
+    return entries, [result for *_, result in results if result is not None]
 
 
 def states_text(states: Mapping[str, Any]) -> str:
@@ -387,7 +415,7 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
     reader, readers, metadata = open_reader(staging, manifest), open_shards(staging, manifest), {STAMP: manifest.stamp}
     paths = {entry.path for entry in manifest.files if os.path.dirname(entry.path) in ("", *readers)}
     engines = paths - {HOOKS_FILE, CONFIG_FILE}
-    kept = [entry for entry in manifest.files if entry.path not in engines]
+    rest = [entry for entry in manifest.files if entry.path not in engines]
     weights = [
         Entry(name, shape, stored_dtype(reader, kind, name, shape), partial(reader.parts, kind, name))
         for (kind, name), shape in reader.shapes.items()
@@ -403,9 +431,9 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
         for name, entries in contents.items()
     ]
     entries, _ = _write(full, outputs)
-    whole = dataclasses.replace(manifest, layout=_CONSOLIDATED, files=sorted([*kept, *entries]))
+    whole = dataclasses.replace(manifest, layout=_WHOLE_LAYOUT, files=sorted([*rest, *entries]))
     if form == "both":
-        others = [bytes_output(entry.path, (staging / entry.path).read_bytes()) for entry in kept]
+        others = [bytes_output(entry.path, (staging / entry.path).read_bytes()) for entry in rest]
         others.append(bytes_output(FILE_NAME, whole.to_json().encode()))
         entries += _write(full, others)[0]
         inside = [dataclasses.replace(entry, path=f"{FULL}/{entry.path}") for entry in entries]

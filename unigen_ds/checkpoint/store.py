@@ -55,7 +55,7 @@ BY_UPDATE = ("step", "update")
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """A directory that looks like a checkpoint. ``problem`` is None when it is complete."""
 
     path: Path
@@ -74,25 +74,25 @@ def is_checkpoint_name(name: str, *, unfinished: bool = False) -> bool:
     return unfinished if staging or stem != base else not unfinished and not name.startswith(NOT_FINITE)
 
 
-def list_checkpoints(work_dir: Path) -> list[Found]:
+def list_checkpoints(work_dir: Path) -> list[Candidate]:
     """Every candidate directory, oldest commit first; those without a valid manifest come first of all."""
     paths = sorted(work_dir.iterdir()) if work_dir.is_dir() else []
     checkpoints = [_look_at(path) for path in paths if path.is_dir() and is_checkpoint_name(path.name)]
     return sorted(checkpoints, key=lambda f: f.manifest.commit if f.manifest else -1)
 
 
-def _look_at(path: Path) -> Found:
+def _look_at(path: Path) -> Candidate:
     try:
         manifest = Manifest.read(path)
-        return Found(path, manifest, verify(path, manifest))
+        return Candidate(path, manifest, verify(path, manifest))
     except CheckpointError as error:
-        return Found(path, None, str(error))
+        return Candidate(path, None, str(error))
 
 
-def current(listing: Sequence[Found]) -> list[Found]:
+def current(listing: Sequence[Candidate]) -> list[Candidate]:
     """The complete ones of a listing that no resume has abandoned, oldest first."""
-    abandoned = Lineage.read(listing[0].path.parent).abandoned if listing else ()
-    return [one for one in listing if one.problem is None and one.manifest and one.manifest.commit not in abandoned]
+    void = Lineage.read(listing[0].path.parent).abandoned if listing else ()
+    return [one for one in listing if one.problem is None and one.manifest and one.manifest.commit not in void]
 
 
 def missing(path: Path) -> CheckpointError:
@@ -107,21 +107,21 @@ def missing(path: Path) -> CheckpointError:
 def verify_manifest(
     directory: Path,
     *,
-    wanted: Callable[[str], bool] = lambda path: True,
+    accepts: Callable[[str], bool] = lambda path: True,
     hashes: bool = True,
-    listing: Sequence[Found] = (),
+    listing: Sequence[Candidate] = (),
 ) -> Manifest:
-    """The manifest of a checkpoint, without the files that are not ``wanted``; all others are as they were written.
+    """The manifest of a checkpoint, without the files that ``accepts`` refuses; all others are as they were written.
     Every reader begins here. Raises ``CheckpointError`` naming a changed file. Nothing of ``listing`` is read again.
     """
-    known = next((one for one in listing if one.path == directory), Found(directory, None, None))
-    manifest = known.manifest or Manifest.read(directory)
-    manifest.files = [entry for entry in manifest.files if wanted(entry.path)]
-    if known.manifest is None or (known.problem is None and hashes):
-        known = Found(directory, manifest, verify(directory, manifest, hashes=hashes))
-    if known.problem:
+    candidate = next((one for one in listing if one.path == directory), Candidate(directory, None, None))
+    manifest = candidate.manifest or Manifest.read(directory)
+    manifest.files = [entry for entry in manifest.files if accepts(entry.path)]
+    if candidate.manifest is None or (candidate.problem is None and hashes):
+        candidate = Candidate(directory, manifest, verify(directory, manifest, hashes=hashes))
+    if candidate.problem:
         remedy = "name another: unigen-checkpoints list shows them; a resume without a name passes over it"
-        raise CheckpointError(f"checkpoint {directory} is damaged: {known.problem}", remedy=remedy)
+        raise CheckpointError(f"checkpoint {directory} is damaged: {candidate.problem}", remedy=remedy)
     return manifest
 
 
@@ -146,8 +146,8 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
 
 
 def newest(
-    work_dir: Path, *, hashes: bool = True, listing: Sequence[Found] | None = None
-) -> tuple[Found | None, list[Found]]:
+    work_dir: Path, *, hashes: bool = True, listing: Sequence[Candidate] | None = None
+) -> tuple[Candidate | None, list[Candidate]]:
     """The newest checkpoint whose files verify, content included, and those that were rejected, with the reason.
 
     Hashing stops at the first that verifies, so the usual cost is one checkpoint. ``listing``: ``list_checkpoints``.
@@ -159,8 +159,8 @@ def newest(
     if lineage.start is not None:
         candidates.append(_look_at(Path(lineage.start)))
     elif hint is not None and not listing:
-        candidates.append(Found(Path(hint), None, f"{HINT} names it, and it is not there"))
-    rejected = [checkpoint for checkpoint in listing if checkpoint.manifest is None]
+        candidates.append(Candidate(Path(hint), None, f"{HINT} names it, and it is not there"))
+    rejects = [checkpoint for checkpoint in listing if checkpoint.manifest is None]
     for checkpoint in candidates:
         problem, manifest = checkpoint.problem, checkpoint.manifest
         if problem is None and manifest is not None:
@@ -169,15 +169,15 @@ def newest(
             elif hashes:
                 problem = verify(checkpoint.path, manifest, hashes=True)
         if problem is None:
-            return checkpoint, rejected
-        rejected.append(Found(checkpoint.path, manifest, problem))
-    return None, rejected
+            return checkpoint, rejects
+        rejects.append(Candidate(checkpoint.path, manifest, problem))
+    return None, rejects
 
 
-def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]) -> Lineage:
+def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Candidate]) -> Lineage:
     """The lineage of a run that continues from ``checkpoint``: others are abandoned that are newer, or were before."""
     checkpoint, before = outer(checkpoint), Lineage.read(work_dir)
-    manifests = {found.path.name: found.manifest for found in listing if found.manifest is not None}
+    manifests = {one.path.name: one.manifest for one in listing if one.manifest is not None}
     own = manifests.get(checkpoint.name) if is_inside(work_dir, checkpoint) else None
     ancestors, name, manifest = set[str](), checkpoint.name, own
     while manifest is not None and name not in ancestors:
@@ -185,14 +185,14 @@ def continued_lineage(work_dir: Path, checkpoint: Path, listing: Sequence[Found]
         name = manifest.parent or ""
         manifest = manifests.get(name)
     start = own.commit if own is not None else 0
-    abandoned = [
+    void = [
         manifest.commit
         for name, manifest in manifests.items()
         if name not in ancestors and (manifest.commit > start or manifest.commit in before.abandoned)
     ]
     last_commit = max([before.last_commit, *(manifest.commit for manifest in manifests.values())])
     outside = None if is_inside(work_dir, checkpoint) else str(checkpoint)
-    return Lineage(outside, tuple(sorted(abandoned)), last_commit, before.skips)
+    return Lineage(outside, tuple(sorted(void)), last_commit, before.skips)
 
 
 def continue_from(work_dir: Path, checkpoint: Path, lineage: Lineage) -> None:
@@ -216,18 +216,18 @@ def write_hint(work_dir: Path, checkpoint: Path) -> None:
 
 
 def next_commit(work_dir: Path) -> int:
-    seen = [f.manifest.commit for f in list_checkpoints(work_dir) if f.manifest]
-    return 1 + max([Lineage.read(work_dir).last_commit, *seen])
+    commits = [f.manifest.commit for f in list_checkpoints(work_dir) if f.manifest]
+    return 1 + max([Lineage.read(work_dir).last_commit, *commits])
 
 
 def delete(directory: Path) -> None:
     """Remove a checkpoint so that a kill never leaves what looks like one. Of a symbolic link the link alone goes."""
-    doomed = directory.with_name(directory.name + DELETING)
-    delete_inside(doomed, directory.parent)
-    rename_into_place(directory, doomed)
-    if not doomed.is_symlink():
-        (doomed / FILE_NAME).unlink(missing_ok=True)
-    delete_inside(doomed, directory.parent)
+    target = directory.with_name(directory.name + DELETING)
+    delete_inside(target, directory.parent)
+    rename_into_place(directory, target)
+    if not target.is_symlink():
+        (target / FILE_NAME).unlink(missing_ok=True)
+    delete_inside(target, directory.parent)
 
 
 def retain(
@@ -247,16 +247,16 @@ def retain(
     """
     if max_keep < 0 and max_days is None:
         return []
-    abandoned = Lineage.read(work_dir).abandoned
+    void = Lineage.read(work_dir).abandoned
     complete = [(f.path, f.manifest) for f in list_checkpoints(work_dir) if f.problem is None and f.manifest]
     milestones: dict[int, int] = {}
     for _, manifest in complete:
-        if every is not None and every.reached(manifest.progress) and manifest.commit not in abandoned:
+        if every is not None and every.reached(manifest.progress) and manifest.commit not in void:
             number = int(manifest.progress.count(every.unit) // every.value)
             milestones.setdefault(number, manifest.commit)
-    complete.sort(key=lambda pair: pair[1].commit not in abandoned)
+    complete.sort(key=lambda pair: pair[1].commit not in void)
     beyond = len(complete) - max_keep if max_keep >= 0 else 0
-    deleted = []
+    paths = []
     for number, (path, manifest) in enumerate(complete[:-1]):
         age = datetime.now(timezone.utc) - datetime.fromisoformat(manifest.created)
         old = max_days is not None and age.total_seconds() > 86400.0 * max_days
@@ -264,23 +264,23 @@ def retain(
             continue
         try:
             delete(path)
-            deleted.append(path)
+            paths.append(path)
         except OSError as error:
             logger().warning("Old checkpoint %s could not be deleted: %s", path, error)
-    return deleted
+    return paths
 
 
 def sweep(work_dir: Path) -> list[Path]:
     """Remove what a killed save or deletion left. Called at the start, on rank 0, under the lock: no process saves."""
-    swept = [*remove_leftovers(work_dir), *remove_leftovers(work_dir / WEIGHTS)]
+    paths = [*remove_leftovers(work_dir), *remove_leftovers(work_dir / WEIGHTS)]
     for path in sorted(work_dir.iterdir()) if work_dir.is_dir() else []:
         if is_checkpoint_name(path.name, unfinished=True) and path.is_dir():
             try:
                 delete_inside(path, work_dir)
-                swept.append(path)
+                paths.append(path)
             except OSError as error:
                 logger().warning("%s, left by an unfinished save, could not be removed: %s", path, error)
-    return swept
+    return paths
 
 
 # Opening a checkpoint: its tensors, the states of its hooks and its random generators. Only files that its manifest
@@ -311,7 +311,7 @@ def open_shards(directory: Path, manifest: Manifest) -> dict[str, ShardReader]:
     return readers
 
 
-def tensors_of(directory: Path, manifest: Manifest) -> dict[tuple[str, str], Callable[[], Tensor]]:
+def tensor_readers(directory: Path, manifest: Manifest) -> dict[tuple[str, str], Callable[[], Tensor]]:
     """(kind, name) -> what reads the whole tensor: weights, moments, steps, buffers and averages."""
     readers = (open_reader(directory, manifest), *open_shards(directory, manifest).values())
     return {

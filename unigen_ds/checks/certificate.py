@@ -44,7 +44,7 @@ TIMES = (
     "mfu", "loader", "host", "training_stats",
 )  # fmt: skip
 """Beginnings of the names of measurements in ``metrics.jsonl``, which no two runs have alike."""
-KILLED, ENDED = "killed", "ended"
+KILL, END = "killed", "ended"
 _POLL_S, _OTHERS_S, _SLOW, _SLOWEST_S = 0.002, 20.0, 20.0, 180.0
 """Between two looks; until the others end after one has failed; a start hangs that needs so many times as long as the
 run without a kill, and at least so long."""
@@ -109,7 +109,7 @@ class Trial:
     launch: Launch
     folder: Path
     every: int
-    drawn: random.Random
+    rng: random.Random
     keep: bool = False
     say: Callable[[str], None] = print
     moments: Counter[str] = field(default_factory=Counter)
@@ -119,7 +119,7 @@ class Trial:
     """Seconds from the start of the processes to the first new update: of the undisturbed run, then of each resume."""
     saves: list[float] = field(default_factory=list)
     """Seconds in which a save wrote its folder."""
-    lost: list[int] = field(default_factory=list)
+    lost_updates: list[int] = field(default_factory=list)
     """Updates that each kill lost: made, and not saved."""
     problems: list[str] = field(default_factory=list)
     """What was not bit-equal, or did not end."""
@@ -129,7 +129,7 @@ class Trial:
     _update_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.undisturbed = self.folder / "undisturbed"
+        self.reference = self.folder / "undisturbed"
 
     @property
     def kills(self) -> int:
@@ -138,7 +138,7 @@ class Trial:
     def train_undisturbed(self, name: str = "undisturbed") -> None:
         """Raises ``TrainingError`` where the run fails without a kill."""
         began, end = time.monotonic(), self._train(self.folder / name, None)
-        if end != ENDED:
+        if end != END:
             raise TrainingError(f"without any kill, {end}", remedy="tools/train.py CONFIG --dry-run lists what fails")
         self._longest = max(time.monotonic() - began, _SLOWEST_S / _SLOW)
         self._update_s = self.result()["seconds_of_update"]
@@ -147,10 +147,10 @@ class Trial:
         """Kill ``number`` times, over as many runs as that needs, each compared at its end; until the first problem."""
         while self.kills < number and not self.problems:
             self.runs += 1
-            work_dir, end = self.folder / f"killed_{self.runs}", KILLED
-            while end == KILLED:
-                end = self._train(work_dir, self.drawn.choice(MOMENTS) if self.kills < number else None)
-            self.problems = [end] if end != ENDED else differences(self.undisturbed, work_dir)
+            work_dir, end = self.folder / f"killed_{self.runs}", KILL
+            while end == KILL:
+                end = self._train(work_dir, self.rng.choice(MOMENTS) if self.kills < number else None)
+            self.problems = [end] if end != END else differences(self.reference, work_dir)
             equal = "is NOT the run without a kill" if self.problems else "is bit-equal to the run without a kill"
             self.say(f"{work_dir.name} {equal}; {self.kills} of {number} kills")
             if not (self.keep or self.problems):
@@ -158,28 +158,28 @@ class Trial:
                     delete_inside(path, path.parent)
         if self.problems and self.deterministic is None:
             self.train_undisturbed("undisturbed_again")
-            self.deterministic = not differences(self.undisturbed, self.folder / "undisturbed_again")
+            self.deterministic = not differences(self.reference, self.folder / "undisturbed_again")
 
     def _train(self, work_dir: Path, moment: str | None) -> str:
-        """One start, killed at ``moment`` unless it ends before. Returns ``KILLED``, ``ENDED``, or how it failed."""
+        """One start, killed at ``moment`` unless it ends before. Returns ``KILL``, ``END``, or how it failed."""
         ledger, home = work_dir / LEDGER_FILE, (self.launch.checkpoints or self.folder) / work_dir.name
         size = ledger.stat().st_size if ledger.exists() else 0
-        least = self.drawn.choice((1, self.every + 1)) if moment == "save" else self.drawn.randint(1, 2 * self.every)
+        least = self.rng.choice((1, self.every + 1)) if moment == "save" else self.rng.randint(1, 2 * self.every)
         longest = {"start": self.starts[-1] if self.starts else 1.0, "save": 1.5 * mean(self.saves or [0.1])}
-        delay = self.drawn.uniform(0.0, longest.get(moment or "", self._update_s))
-        began, made, staged, due = time.monotonic(), 0, None, float("inf")
+        delay = self.rng.uniform(0.0, longest.get(moment or "", self._update_s))
+        began, count, save_start, due = time.monotonic(), 0, None, float("inf")
         ranks = self.launch.start(work_dir)
         try:
             while any([rank.poll() is None for rank in ranks]) and not any(rank.returncode for rank in ranks):
                 now = time.monotonic()
-                before, made = made, _new_updates(ledger, size)
-                if made and not before:
+                before, count = count, _new_updates(ledger, size)
+                if count and not before:
                     self.starts.append(now - began)
-                saving = bool(made) and any(store.is_checkpoint_name(p.name, unfinished=True) for p in home.iterdir())
-                if not saving and staged is not None:
-                    self.saves.append(now - staged)
-                staged = (staged or now) if saving else None
-                reached = made >= least and (saving or moment == "update")
+                saving = bool(count) and any(store.is_checkpoint_name(p.name, unfinished=True) for p in home.iterdir())
+                if not saving and save_start is not None:
+                    self.saves.append(now - save_start)
+                save_start = (save_start or now) if saving else None
+                reached = count >= least and (saving or moment == "update")
                 if due == float("inf") and moment and (moment == "start" or reached):
                     due = now + delay
                 if now >= due:
@@ -194,33 +194,33 @@ class Trial:
         finally:
             statuses = _end(ranks)
         if not any(statuses):
-            return ENDED
+            return END
         if due == float("inf"):
             return f"{work_dir.name} ended with status {statuses} after {self.kills} kills: {_last_lines(work_dir)}"
         newest, _ = store.newest(home, hashes=False)
-        saved = newest.manifest.progress.updates if newest is not None and newest.manifest is not None else 0
+        update = newest.manifest.progress.updates if newest is not None and newest.manifest is not None else 0
         self.moments[str(moment)] += 1
-        self.lost.append(max(0, last_update(ledger) - saved))
-        self.say(f"kill {self.kills}, {moment}: {saved + self.lost[-1]} updates were made, {saved} are saved")
-        return KILLED
+        self.lost_updates.append(max(0, last_update(ledger) - update))
+        self.say(f"kill {self.kills}, {moment}: {update + self.lost_updates[-1]} updates were made, {update} are saved")
+        return KILL
 
     def result(self) -> dict[str, Any]:
-        spent = spent_by_start(read_work_dir(self.undisturbed).starts)[0]
-        updates = max(1, last_update(self.undisturbed / LEDGER_FILE))
-        training = {part: getattr(spent, part) for part in PARTS if part not in ("start_up", "repeated")}
+        seconds = spent_by_start(read_work_dir(self.reference).starts)[0]
+        updates = max(1, last_update(self.reference / LEDGER_FILE))
+        training = {part: getattr(seconds, part) for part in PARTS if part not in ("start_up", "repeated")}
         total = max(sum(training.values()), 1e-9)
-        update_s, save_s = (total - spent.saves) / updates, spent.saves / max(1, updates // self.every)
+        update_s, save_s = (total - seconds.saves) / updates, seconds.saves / max(1, updates // self.every)
         return {
             "bit_equal": not self.problems, "kills": self.kills, "moments": dict(self.moments), "runs": self.runs,
             "differences": self.problems[:1000], "deterministic": self.deterministic, "updates": updates,
             "updates_between_saves": self.every, "seconds_of_update": update_s, "seconds_of_save": save_s,
-            "share_of_saves": spent.saves / total,
-            "first_start_seconds": self.starts[0], "resume_seconds": _spread(self.starts[1:]),
-            "lost_updates": _spread(self.lost), "lost_seconds": _spread([lost * update_s for lost in self.lost]),
+            "share_of_saves": seconds.saves / total, "first_start_seconds": self.starts[0],
+            "resume_seconds": _summary(self.starts[1:]), "lost_updates": _summary(self.lost_updates),
+            "lost_seconds": _summary([number * update_s for number in self.lost_updates]),
         }  # fmt: skip
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "mean": mean(values), "max": max(values)} if values else {}
 
 
@@ -247,15 +247,15 @@ ELSEWHERE = (AsyncEvaluateHook, PushToHubHook)
 def changes_of(settings: Settings, *, every: int) -> tuple[dict[str, Any], list[str]]:
     """Overrides for a run that saves often and writes only into its folders, and the names of what they leave out."""
     hooks = settings.custom_hooks
-    kept = [hook for hook in hooks if not issubclass(hook.cls, ELSEWHERE)]
+    local_hooks = [hook for hook in hooks if not issubclass(hook.cls, ELSEWHERE)]
     saves = {"interval": every, "unit": "update", "max_keep_ckpts": 2}
     changes: dict[str, Any] = {f"default_hooks.checkpoint.{key}": value for key, value in saves.items()}
     changes |= {"default_hooks.logger.interval": 1, "visualizer.vis_backends": (), "launcher": "none", "resume": False}
     if settings.randomness.seed is None:
         changes["randomness.seed"] = 0
-    if len(kept) < len(hooks):
-        changes["custom_hooks"] = [{**hook.spec, "type": hook.name} for hook in kept]
-    return changes, [one.name for one in (*settings.visualizer.vis_backends, *hooks) if one not in kept]
+    if len(local_hooks) < len(hooks):
+        changes["custom_hooks"] = [{**hook.spec, "type": hook.name} for hook in local_hooks]
+    return changes, [one.name for one in (*settings.visualizer.vis_backends, *hooks) if one not in local_hooks]
 
 
 # ---- what must be equal ---------------------------------------------------------------------------------------------
@@ -273,12 +273,12 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def _line_differences(name: str, one: Path, other: Path) -> Iterator[tuple[int, str]]:
     lines: list[dict[tuple[int, str], list[dict[str, Any]]]] = [{}, {}]
-    for found, folder in zip(lines, (one, other), strict=True):
+    for events, folder in zip(lines, (one, other), strict=True):
         for line in read_lines(folder / name):  # "at": when a late result came
             values = {key: value for key, value in line.items() if key != "at" and not key.startswith(TIMES)}
-            found.setdefault((line.get("update", 0), str(line.get("event", "line"))), []).append(values)
+            events.setdefault((line.get("update", 0), str(line.get("event", "line"))), []).append(values)
     for update, event in sorted(lines[0].keys() | lines[1].keys()):
-        a, b = (found.get((update, event), []) for found in lines)
+        a, b = (events.get((update, event), []) for events in lines)
         if len(a) != len(b):
             yield update, f"update {update}: {name} has {len(a)} and {len(b)} lines ({event})"
         for x, y in zip(a, b, strict=False):
@@ -304,7 +304,7 @@ def _contents(checkpoint: Path) -> dict[str, Callable[[], Any]]:
     """Name -> what reads it: tensors, states of hooks and of generators, the progress."""
     manifest = Manifest.read(checkpoint)
     entries: dict[str, Callable[[], Any]] = {
-        "|".join(key): read for key, read in store.tensors_of(checkpoint, manifest).items()
+        "|".join(key): read for key, read in store.tensor_readers(checkpoint, manifest).items()
     }
     for name, state in store.read_hook_states(checkpoint, manifest).items():
         entries[f"state of the hook {name}"] = partial(lambda state: state, state)

@@ -61,7 +61,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
     template = settings.work_dir or ""
     if PLACE in template:
         with as_launched(world_size or settings.world_size or dist.env_world_size()):
-            settings = settings.named(*name_and_folder(settings, build_engine(settings)[1]))
+            settings = settings.with_name(*name_and_folder(settings, build_engine(settings)[1]))
     plan = plan_start(settings, hashes=verify)
     if plan.mode != "resume":
         of_template = f" (work_dir is {template!r})" if PLACE in template else ""
@@ -69,8 +69,8 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
             f"{settings.checkpoints} contains no checkpoint{of_template}",
             remedy="name one with --checkpoint, or the folder with --work-dir",
         )
-    saved = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
-    with as_launched(world_size or settings.world_size or saved):
+    dp_size = plan.manifest.geometry.dp_size if plan.manifest else dist.env_world_size()
+    with as_launched(world_size or settings.world_size or dp_size):
         backend, geometry = build_engine(settings)
         settings, geometry = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)

@@ -85,8 +85,8 @@ class HubRepo:
         except HFValidationError as error:
             problem = str(error)
         if problem:
-            allowed = "OWNER/NAME with letters, digits, '-', '_' and '.'"
-            raise ConfigError(f"{self.name!r} is no repository of the hub: {problem}", allowed=allowed)
+            choices = "OWNER/NAME with letters, digits, '-', '_' and '.'"
+            raise ConfigError(f"{self.name!r} is no repository of the hub: {problem}", allowed=choices)
         if self.revision is not None and (not self.revision or any(c.isspace() for c in self.revision)):
             raise ConfigError(f"{self.revision!r} is no revision of {self.name}", allowed="the name of a branch")
 
@@ -113,16 +113,16 @@ class HubRepo:
         check_digests(folder)
         api = HfApi()
         try:
-            created = api.create_repo(self.name, private=self.private or None, exist_ok=True)
-            if self.private and api.repo_info(created.repo_id).private is False:
+            repo = api.create_repo(self.name, private=self.private or None, exist_ok=True)
+            if self.private and api.repo_info(repo.repo_id).private is False:
                 raise UploadError(
-                    f"{folder} is complete, but was not uploaded: {created} exists already and is public",
+                    f"{folder} is complete, but was not uploaded: {repo} exists already and is public",
                     remedy=f"make it private in its settings, or use another name; then: {self.command(folder)}",
                 )
-            if self.revision is not None and not api.revision_exists(created.repo_id, self.revision):
-                api.create_branch(created.repo_id, branch=self.revision, exist_ok=True)
+            if self.revision is not None and not api.revision_exists(repo.repo_id, self.revision):
+                api.create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
             api.upload_folder(
-                repo_id=created.repo_id,
+                repo_id=repo.repo_id,
                 folder_path=folder,
                 revision=self.revision,
                 commit_message=f"Upload {folder.name}",
@@ -138,7 +138,7 @@ class HubRepo:
                 f" {first}{token}",
                 remedy=f"then upload it: {self.command(folder)}",
             ) from error
-        return str(created)
+        return str(repo)
 
 
 def has_token() -> bool:

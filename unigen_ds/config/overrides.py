@@ -30,7 +30,7 @@ class ConfigValues:
     values: dict[str, Any]
     """Plain values, with what no section has."""
     problems: list[ConfigError]
-    """Of names and overrides: reported together with those of the sections."""
+    """Problems of names and overrides, which are reported together with those of the sections."""
     changes: list[Change]
     """Keys of mmengine that were translated."""
     overrides: Mapping[str, Any]
@@ -116,21 +116,21 @@ def _inside(section: Any, key: str) -> Any:
 
 def parse_override(text: str) -> tuple[str, Any]:
     """``'a.b=3'`` -> ``('a.b', 3)``; the value is a Python literal, ``true``/``false``/``null``, else a string."""
-    dotted, separator, raw = text.partition("=")
-    if not separator or not dotted.strip():
+    key, separator, raw = text.partition("=")
+    if not separator or not key.strip():
         raise ConfigError(f"override {text!r}", allowed="KEY=VALUE, as in optim_wrapper.optimizer.lr=1e-4")
     words = {"true": True, "false": False, "null": None, "none": None}
     if raw.lower() in words:
-        return dotted.strip(), words[raw.lower()]
+        return key.strip(), words[raw.lower()]
     try:
-        return dotted.strip(), _literal(ast.parse(raw.strip(), mode="eval").body)
+        return key.strip(), _literal(ast.parse(raw.strip(), mode="eval").body)
     except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: thousands of brackets
-        return dotted.strip(), raw
+        return key.strip(), raw
 
 
-def override_path(dotted: str) -> list[str]:
+def override_path(key: str) -> list[str]:
     """The steps of an override's key; a list's member is ``.0`` or, as ``--print-config`` shows it, ``[0]``."""
-    return re.sub(r"\[(\d+)\]", r".\1", dotted).split(".")
+    return re.sub(r"\[(\d+)\]", r".\1", key).split(".")
 
 
 def _literal(node: ast.expr) -> Any:
@@ -153,9 +153,9 @@ _NODES: Any = (Mapping, Config)  # mmengine's Config behaves like a mapping but 
 def apply_overrides(config: Config, overrides: Mapping[str, Any]) -> list[ConfigError]:
     """Set each value at its path, in place. Missing sections are added: they are checked with the others."""
     errors: list[ConfigError] = []
-    for dotted, value in overrides.items():
+    for key, value in overrides.items():
         try:
-            _set(config, override_path(dotted), without_delete(value), dotted)
+            _set(config, override_path(key), without_delete(value), key)
         except ConfigError as error:
             errors.append(error)
     return errors
@@ -170,20 +170,20 @@ def without_delete(value: Any) -> Any:
     return {key: without_delete(one) for key, one in value.items() if (key, one) != ("_delete_", True)}
 
 
-def _set(config: Config, path: Sequence[str], value: Any, dotted: str) -> None:
+def _set(config: Config, path: Sequence[str], value: Any, name: str) -> None:
     node: Any = config
     for number, key in enumerate(path):
         last = number == len(path) - 1
         if isinstance(node, list):
             if not key.isdigit() or int(key) >= len(node):
-                raise ConfigError(f"override {dotted!r}: {key!r} is not an index of a list of {len(node)}")
+                raise ConfigError(f"override {name!r}: {key!r} is not an index of a list of {len(node)}")
             step: Any = int(key)
         elif isinstance(node, _NODES):
             step = key
             if not last and node.get(key) is None:
                 node[key] = ConfigDict()
         else:
-            raise ConfigError(f"override {dotted!r}: {'.'.join(path[:number])} is {node!r} and has no keys")
+            raise ConfigError(f"override {name!r}: {'.'.join(path[:number])} is {node!r} and has no keys")
         if last:
             node[step] = value
         node = node[step]
@@ -193,14 +193,14 @@ def top_problems(
     config: Iterable[str], schema: Mapping[str, Any], *, file: str | None = None, overrides: Collection[str] = ()
 ) -> list[ConfigError]:
     """Names at the top that nothing reads; in a Python file only those like a key, and those of ``overrides``."""
-    stated = {override_path(dotted)[0] for dotted in overrides}
-    names = [str(key) for key in config if key not in schema and (not str(key).startswith("_") or key in stated)]
+    own = {override_path(key)[0] for key in overrides}
+    names = [str(key) for key in config if key not in schema and (not str(key).startswith("_") or key in own)]
     path = Path(file or "")
     unread = unread_names(path) if names and path.is_file() else {*names}
     errors: list[ConfigError] = []
     for name in names:
         meant = hint(name, schema) or (f"did you mean '{near}'?" if (near := close(name, schema, cutoff=0.8)) else None)
-        if name in stated or (name in unread and (meant or path.suffix != ".py")):
+        if name in own or (name in unread and (meant or path.suffix != ".py")):
             errors.append(UnknownKey(name, section="", valid=schema, hint=meant))
     return errors
 

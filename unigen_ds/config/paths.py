@@ -22,14 +22,14 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 
 def expand(path: str, *, where: str) -> str:
     """``~`` and environment variables replaced. Raises ``ConfigError`` naming a variable that is not set."""
-    expanded = os.path.expanduser(os.path.expandvars(path))
-    missing = _VARIABLE.search(expanded)
-    if missing and not os.path.exists(expanded):
+    full_path = os.path.expanduser(os.path.expandvars(path))
+    missing = _VARIABLE.search(full_path)
+    if missing and not os.path.exists(full_path):
         raise ConfigError(
             f"{where} is {path!r}, and the environment variable {missing[1].strip('{}')} is not set",
             remedy="set it, or write the path out",
         )
-    return expanded
+    return full_path
 
 
 def paths_in(

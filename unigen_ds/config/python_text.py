@@ -30,20 +30,20 @@ def config_text(config: Mapping[str, Any]) -> str:
     missing: list[str] = []
     imports: list[str] = []
 
-    def registered(kind: Any, name: str) -> str:
+    def add_import(kind: Any, name: str) -> str:
         module = getattr(kind, "__module__", "__main__")
         if not any(f"{module}.".startswith(f"{one}.") for one in (*_ALWAYS_IMPORTED, *modules, *missing)):
             missing.append(module)
         return name
 
-    def written(value: Any, key: Any = None) -> Any:
+    def write_value(value: Any, key: Any = None) -> Any:
         if isinstance(value, Mapping):
-            return {inner: written(value[inner], inner) for inner in value}
+            return {inner: write_value(value[inner], inner) for inner in value}
         if isinstance(value, (list, tuple)):
-            return type(value)(map(written, value))
+            return type(value)(map(write_value, value))
         name = registered_name(value) if isinstance(value, type) or key == "type" else None
         if isinstance(value, type) and name is not None:
-            return registered(value, name)
+            return add_import(value, name)
         if isinstance(value, type) and value.__module__ != "__main__" and "." not in value.__qualname__:
             imports.append(f"from {value.__module__} import {value.__name__}\n")
             return Code(value.__name__)
@@ -51,10 +51,10 @@ def config_text(config: Mapping[str, Any]) -> str:
             return f"{value.__module__}.{value.__qualname__}"
         if key == "type" and isinstance(value, str):
             kinds = [registry.module_dict[value] for registry in REGISTRIES if value in registry.module_dict]
-            return registered(kinds[0], value) if kinds else name or value
+            return add_import(kinds[0], value) if kinds else name or value
         return value
 
-    values = written(config)
+    values = write_value(config)
     if missing:
         values["custom_imports"] = {**custom, "imports": [*modules, *missing]}
     return "".join([*dict.fromkeys(imports), *(f"{key} = {python_text(value)}\n" for key, value in values.items())])

@@ -18,7 +18,7 @@ from unigen_ds.core.choices import BACKEND_WORDS
 from unigen_ds.core.errors import ConfigError, DataError, UnknownKey, nearest, raise_any
 from unigen_ds.system.log import notice
 
-_Called = TypeVar("_Called", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 MODELS = Registry("unigen_model")
 FAMILIES = Registry("unigen_family")
@@ -68,8 +68,8 @@ def registered_name(kind: Any) -> str | None:
 def counterpart(registry: Registry, kind: Any) -> type | None:
     """The class here for one of mmengine's or xtuner's, or for ``'package.Class'`` of theirs or ours; else None."""
     text = kind if isinstance(kind, str) else getattr(kind, "__module__", "")
-    known = text.split(".")[0] in (FOREIGN if isinstance(kind, type) else (*FOREIGN, "unigen_ds"))
-    return registry.module_dict.get(_last(kind)) if known else None
+    in_scope = text.split(".")[0] in (FOREIGN if isinstance(kind, type) else (*FOREIGN, "unigen_ds"))
+    return registry.module_dict.get(_last(kind)) if in_scope else None
 
 
 def _last(kind: Any) -> str:
@@ -90,9 +90,9 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
             # hooks written for mmengine register themselves in its registry
             of_mmengine = MMENGINE_HOOKS.module_dict if registry is HOOKS else {}
             own = [name for name, one in of_mmengine.items() if not _path(one).startswith("mmengine.")]
-            allowed = f"--backend {BACKEND_WORDS}" if registry is BACKENDS else None
+            choices = f"--backend {BACKEND_WORDS}" if registry is BACKENDS else None
             remedy = nearest(kind, [*registry.module_dict, *own])
-            raise ConfigError(f"{where}.type is {kind!r}", allowed=allowed, remedy=remedy)
+            raise ConfigError(f"{where}.type is {kind!r}", allowed=choices, remedy=remedy)
     cls, remedy = cls or kind, _INSTEAD.get(registry, "docs/extending.md has what a class of each kind defines")
     if not isinstance(cls, type):
         what = f"the function {_path(cls)}, which is not called" if callable(cls) else repr(cls)
@@ -113,18 +113,18 @@ class Component:
 
     cls: type
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """As given: defaults are the constructor's."""
-    given: Any = None
+    """The arguments in the config; defaults are the constructor's."""
+    kind: Any = None
     """``type`` as the config has it; None: the default of its field."""
     where: str = ""
     """Its dotted path in the config."""
     registry: Registry | None = field(default=None, repr=False, compare=False)
-    provided: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    from_run: tuple[str, ...] = field(default=(), repr=False, compare=False)
     """Arguments that the run sets."""
 
     @property
     def name(self) -> str:
-        """As a config names it."""
+        """The name that a config uses for the class."""
         return registered_name(self.cls) or f"{self.cls.__module__}.{self.cls.__qualname__}"
 
     def get(self, argument: str, default: Any = None) -> Any:
@@ -136,12 +136,12 @@ class Component:
     @property
     def spec(self) -> dict[str, Any]:
         """``dict(type=..., **arguments)``: a copy."""
-        return {"type": self.cls if self.given is None else self.given, **_attributes(self.arguments)}
+        return {"type": self.cls if self.kind is None else self.kind, **_attributes(self.arguments)}
 
     def build(self, **extra: Any) -> Any:
         """An object, with ``extra`` arguments that no config sets. A user's errors have the path in the config."""
         if self.registry is not None:
-            _log_counterpart(self.registry, self.given, self.where)
+            _log_counterpart(self.registry, self.kind, self.where)
         try:
             return self.cls(**_attributes(self.arguments), **extra)
         except (ConfigError, DataError) as error:
@@ -185,33 +185,33 @@ def build(registry: Registry, spec: Mapping[str, Any], *, where: str, **extra: A
 
 
 def component_problems(
-    registry: Registry, spec: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
+    registry: Registry, spec: Mapping[str, Any], *, where: str, from_run: Collection[str] = ()
 ) -> list[ConfigError]:
-    """What is wrong with a component, without calling anything of it. ``provided``: arguments that the run sets."""
+    """What is wrong with a component, without calling anything of it. ``from_run``: arguments that the run sets."""
     try:
         cls = find(registry, spec, where=where)
     except ConfigError as error:
         return [error]
     arguments = {key: value for key, value in spec.items() if key != "type"}
-    errors = argument_problems(cls, arguments, where=where, provided=provided)
-    needed = [p for p in _parameters(cls).values() if p.default is p.empty and p.kind not in _VARIABLE]
-    missing = [f"{where}.{p.name}" for p in needed if p.name not in arguments and p.name not in provided]
+    errors = argument_problems(cls, arguments, where=where, from_run=from_run)
+    mandatory = [p for p in _parameters(cls).values() if p.default is p.empty and p.kind not in _VARIABLE]
+    missing = [f"{where}.{p.name}" for p in mandatory if p.name not in arguments and p.name not in from_run]
     return errors + ([ConfigError(f"the config has no {', '.join(missing)} ({cls.__name__})")] if missing else [])
 
 
-def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()) -> None:
+def check_arguments(cls: Any, arguments: Mapping[str, Any], *, where: str, from_run: Collection[str] = ()) -> None:
     """Raise ``ConfigError`` for what ``argument_problems`` finds."""
-    raise_any(argument_problems(cls, arguments, where=where, provided=provided))
+    raise_any(argument_problems(cls, arguments, where=where, from_run=from_run))
 
 
 def argument_problems(
-    cls: Any, arguments: Mapping[str, Any], *, where: str, provided: Collection[str] = ()
+    cls: Any, arguments: Mapping[str, Any], *, where: str, from_run: Collection[str] = ()
 ) -> list[ConfigError]:
-    """An error for each unknown or mistyped argument; ``provided`` ones, which no config sets, are not suggested."""
+    """An error for each unknown or mistyped argument; ``from_run`` ones, which no config sets, are not suggested."""
     parameters = _parameters(cls)
     errors: list[ConfigError] = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        valid = [name for name in parameters if name not in provided]
+        valid = [name for name in parameters if name not in from_run]
         for key in arguments:
             if key not in parameters:
                 problem = f"{where} has no key {key!r} ({cls.__name__})"
@@ -224,10 +224,10 @@ def argument_problems(
             elsewhere = bool(arguments.get(part.rest_from))
             errors += part.argument_problems(value, where=f"{where}.{key}", elsewhere=elsewhere)
         elif key in arguments and value is not parameters[key].default and (part or not fits(value, hint)):
-            allowed = (
+            choices = (
                 "a list of dict(type='...', ...), or one of them" if hasattr(part, "many") else describe_hint(hint)
             )
-            errors.append(ConfigError(f"{where}.{key} is {format_value(value)}", allowed=allowed))
+            errors.append(ConfigError(f"{where}.{key} is {format_value(value)}", allowed=choices))
     return errors
 
 
@@ -241,21 +241,21 @@ def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def checked(where: str | None = None) -> Callable[[_Called], _Called]:
+def checked(where: str | None = None) -> Callable[[_Function], _Function]:
     """Decorator of a component's method: a direct call raises ``ConfigError``, too, for what no config can have.
 
     ``where``: how the paths in errors begin; None: with the name of the class.
     """
 
-    def decorated(init: _Called) -> _Called:
+    def decorate(init: _Function) -> _Function:
         names = [*inspect.signature(init).parameters][1:]
 
         @functools.wraps(init)
         def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
             values = dict(zip(names, args, strict=False)) | kwargs
-            check_arguments(init, values, where=where or type(self).__name__, provided=("self",))
+            check_arguments(init, values, where=where or type(self).__name__, from_run=("self",))
             return init(self, *args, **kwargs)
 
-        return cast(_Called, checking)
+        return cast(_Function, checking)
 
-    return decorated
+    return decorate

@@ -35,12 +35,12 @@ class Of:
     registry: Registry
     default: type | None = None
     """The class where the config has no ``type``."""
-    provided: tuple[str, ...] = ()
+    from_run: tuple[str, ...] = ()
     """Arguments that the run sets: a config cannot."""
     rest_from: str | None = None
-    """Of a component that is an argument of another: see ``Section.rest_from``."""
+    """Where this component is an argument of another, what ``Section.rest_from`` is."""
     many: bool = False
-    """Of an argument of a component: whether it is a list of them."""
+    """Whether an argument of a component is a list of components."""
     rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     """A config's mapping -> the one that is meant; None: it is the same."""
 
@@ -56,7 +56,7 @@ class Of:
         spec = self._validate(config)
         cls, kind = find(self.registry, spec, where=""), spec["type"] if "type" in config else None
         arguments = {key: value for key, value in spec.items() if key != "type"}
-        return Component(cls, arguments, kind, registry=self.registry, provided=self.provided)
+        return Component(cls, arguments, kind, registry=self.registry, from_run=self.from_run)
 
     def _validate(self, config: Any) -> Any:
         if not isinstance(config, Mapping):
@@ -67,13 +67,13 @@ class Of:
     def problems(self, config: Any, *, where: str) -> list[ConfigError]:
         """What is wrong with ``dict(type=..., **arguments)``."""
         spec = self._validate(config)
-        if isinstance(spec, Mapping) and (both := sorted(set(self.provided) & set(spec))):
+        if isinstance(spec, Mapping) and (both := sorted(set(self.from_run) & set(spec))):
             problem = f"{where}.{both[0]} cannot be given here: it follows from the rest of the config"
             return [ConfigError(problem, remedy="leave it out")]
-        return component_problems(self.registry, spec, where=where, provided=self.provided)
+        return component_problems(self.registry, spec, where=where, from_run=self.from_run)
 
-    def completed(self, config: Any) -> Any:
-        """See ``Section.completed``."""
+    def complete(self, config: Any) -> Any:
+        """See ``Section.complete``."""
         spec = self._validate(config.spec if isinstance(config, Component) else config)
         if not isinstance(spec, Mapping):
             return config
@@ -82,7 +82,7 @@ class Of:
         except ConfigError:
             return config
         config = {key: value for key, value in spec.items() if key != "type"}
-        defaults = {key: value for key, value in argument_defaults(cls).items() if key not in self.provided}
+        defaults = {key: value for key, value in argument_defaults(cls).items() if key not in self.from_run}
         values = {"type": Component(cls).name, **defaults, **config}
         for key, annotation in argument_hints(cls).items():
             if key in values and (part := nested_section(annotation)) is not None:
@@ -104,8 +104,8 @@ class Of:
     def argument_completed(self, config: Any, *, elsewhere: bool) -> Any:
         """An argument with every default that does not depend on a file."""
         if self.many:
-            return [self.completed(one) for one in one_or_many(config)]
-        return config if config is None or elsewhere else self.completed(config)
+            return [self.complete(one) for one in one_or_many(config)]
+        return config if config is None or elsewhere else self.complete(config)
 
 
 def one_or_many(value: Any) -> Any:
@@ -115,7 +115,7 @@ def one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (Mapping, Component)) else as_tuple(value)
 
 
-LISTED = BeforeValidator(one_or_many)
+AS_LIST = BeforeValidator(one_or_many)
 """Metadata of a field that is a tuple: a config may have a list, one member alone, or None for none."""
 
 
@@ -124,7 +124,7 @@ class Section(BaseModel):
 
     model_config = ModelConfig(frozen=True, strict=True, extra="forbid", arbitrary_types_allowed=True)
     rest_from: ClassVar[str | None] = None
-    """Of an argument: another one (``pretrained``) that has, where it is given, the keys that are left out here."""
+    """Another argument (``pretrained``) that, where it is given, has the keys that are left out here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -137,13 +137,13 @@ class Section(BaseModel):
     @classmethod
     def parse(cls, config: Any, *, where: str = "") -> Self:
         """Raises one ``ConfigError`` for all that is wrong."""
-        section, errors = cls.checked(config, where=where)
+        section, errors = cls.try_parse(config, where=where)
         raise_any(errors)
         assert section is not None
         return section
 
     @classmethod
-    def checked(cls, config: Any, *, where: str = "", missing: bool = True) -> tuple[Self | None, list[ConfigError]]:
+    def try_parse(cls, config: Any, *, where: str = "", missing: bool = True) -> tuple[Self | None, list[ConfigError]]:
         """The section, or an error for each problem. ``missing``: whether a required key that is left out is one."""
         try:
             section = cls.model_validate(config)
@@ -158,18 +158,18 @@ class Section(BaseModel):
     def with_defaults(cls, config: Mapping[str, Any] | None, *, where: str) -> dict[str, Any]:
         """Every key with its value, or the default. Raises one ``ConfigError`` for all that is wrong."""
         cls.parse(config, where=where)
-        values: dict[str, Any] = cls.completed(without_own(config or {}))
+        values: dict[str, Any] = cls.complete(without_own(config or {}))
         return values
 
     @classmethod
     def argument_problems(cls, config: Any, *, where: str, elsewhere: bool) -> list[ConfigError]:
         if config is None and (elsewhere or cls.rest_from is None):
             return []
-        return cls.checked(config, where=where, missing=not elsewhere)[1]
+        return cls.try_parse(config, where=where, missing=not elsewhere)[1]
 
     @classmethod
     def argument_completed(cls, config: Any, *, elsewhere: bool) -> Any:
-        return config if elsewhere or (config is None and cls.rest_from is None) else cls.completed(config)
+        return config if elsewhere or (config is None and cls.rest_from is None) else cls.complete(config)
 
     @classmethod
     def is_several(cls, config: Any) -> bool:
@@ -182,25 +182,25 @@ class Section(BaseModel):
             yield name, getattr(self, name)
 
     @classmethod
-    def completed(cls, config: Any) -> Any:
+    def complete(cls, config: Any) -> Any:
         """A config's plain values with the defaults of left-out keys, unchecked: it may be of another version."""
         if isinstance(config, Section):  # a default
             config = dict(config.items())
         if not isinstance(config, Mapping | None):
             return config
         if config is not None and cls.is_several(config):
-            return {name: None if one is None else cls.completed(one) for name, one in config.items()}
+            return {name: None if one is None else cls.complete(one) for name, one in config.items()}
         values = dict(config or {})
         for name, info in cls.model_fields.items():
             part, many = part_of(info.annotation, info.metadata)
             default = None if info.is_required() else info.get_default(call_default_factory=True)
             value = values.get(name, default)
             if isinstance(part, Of) and many:
-                value = [part.completed(one) for one in one_or_many(value)]
+                value = [part.complete(one) for one in one_or_many(value)]
             elif isinstance(part, Of):
-                value = part.completed({} if value is None and name not in values and part.default else value)
+                value = part.complete({} if value is None and name not in values and part.default else value)
             elif part is not None and not many and (value is not None or type(None) not in get_args(info.annotation)):
-                value = part.completed(value)
+                value = part.complete(value)
             values[name] = value
         return values
 
@@ -310,11 +310,11 @@ def _explain(root: type[Section], config: Any, one: Any, *, where: str) -> Itera
             yield path, path
             return
         value = value.get(step) if isinstance(value, Mapping) else value
-    raised = (one.get("ctx") or {}).get("error")
+    cause = (one.get("ctx") or {}).get("error")
     if one["type"] == "component":
         yield from ((path, problem) for problem in one["ctx"]["of"].problems(value, where=path))
-    elif isinstance(raised, ConfigError):
-        yield from ((path, problem) for problem in raised.parts or [raised])
+    elif isinstance(cause, ConfigError):
+        yield from ((path, problem) for problem in cause.parts or [cause])
     else:
         hints = hints or ((info.annotation, info.metadata) if info is not None else (section, ()))
         yield path, ConfigError(f"{path or 'the config'} is {value!r}", allowed=describe_hint(*hints))

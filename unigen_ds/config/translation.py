@@ -41,7 +41,7 @@ class Change:
     why: str = ""
     """Why it is left out; empty: it is read as ``meaning``."""
     path: str = ""
-    """Of the key of ours that it is read as."""
+    """Path of our key that it is read as."""
     meaning: str = ""
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ _NAMES = {
     "work_dir": ("output_dir",),
     "resume='CKPT'": ("resume_from", "resume_from_checkpoint"),
 }  # fmt: skip
-RENAMED = {name: path for path, names in _NAMES.items() for name in names}
+OUR_PATHS = {name: path for path, names in _NAMES.items() for name in names}
 """Names of settings in other trainers, and the path of each in this one."""
 KEYS: dict[str, Key] = {
     "log_level": Key("", _NEVER, "write env.log_level"),
@@ -147,10 +147,10 @@ KEYS: dict[str, Key] = {
     "max_steps": Key(
         "", _NEVER, "train_cfg.max_updates counts optimizer steps, train_cfg.max_iters forward and backward passes"
     ),
-    **{name: Key("", _NEVER, f"write {path}") for name, path in RENAMED.items()},
+    **{name: Key("", _NEVER, f"write {path}") for name, path in OUR_PATHS.items()},
 }
 """Path of a key, or its name at any path -> what it is here."""
-FOREIGN = frozenset((
+OTHER_KEYS = frozenset((
     "log_level", "log_processor", "default_scope", "runner_type", "env_cfg",
     "val_cfg", "val_evaluator", "test_cfg", "test_dataloader", "test_evaluator",
 ))  # fmt: skip
@@ -164,10 +164,10 @@ def hint(path: str, schema: Mapping[str, Any]) -> str | None:
     """What to do about an unknown key: another trainer's name, or a key that belongs to another section."""
     name = path.rpartition(".")[2]
     key = KEYS.get(path) or KEYS.get(name)
-    if key is not None and RENAMED.get(name) != path:
+    if key is not None and OUR_PATHS.get(name) != path:
         return key.advice
-    known = dict(reversed([*_paths(schema)])).get(name)
-    return f"write {known}" if known and known != path else None
+    own_path = dict(reversed([*_paths(schema)])).get(name)
+    return f"write {own_path}" if own_path and own_path != path else None
 
 
 def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -213,23 +213,23 @@ class _Translation:
         hooks = config.get("custom_hooks") or []
         self.hooks = [*hooks] if isinstance(hooks, (list, tuple)) else [hooks]
 
-    def above(self, dotted: str) -> tuple[dict[str, Any], str]:
+    def above(self, path: str) -> tuple[dict[str, Any], str]:
         """The mapping that holds a key, or an empty one, and the key's last name."""
-        *above, last = dotted.split(".")
+        *above, last = path.split(".")
         node: Any = self.config
         for key in above:
             node = node.get(key) if isinstance(node, Mapping) else None
         return (node if isinstance(node, dict) else {}), last
 
-    def get(self, dotted: str) -> Any:
-        node, last = self.above(dotted)
+    def get(self, path: str) -> Any:
+        node, last = self.above(path)
         return node.get(last)
 
-    def drop(self, dotted: str, why: str) -> None:
+    def drop(self, path: str, why: str) -> None:
         """Remove a key, with a line unless it is None or empty."""
-        node, last = self.above(dotted)
+        node, last = self.above(path)
         if last in node and (value := node.pop(last)) not in _EMPTY:
-            self.changes.append(Change(f"{dotted}={_short(value)}", why))
+            self.changes.append(Change(f"{path}={_short(value)}", why))
 
     def replace(self, path: str, value: Any, *sources: str) -> None:
         """Remove keys of mmengine's that are there, and set one of ours. A value that is there already counts."""
@@ -334,7 +334,7 @@ def _evaluates(hook: Any) -> bool:
 
 
 def _name(kind: Any) -> str:
-    """Of a class, or of its name with its module."""
+    """Return the name of a class without its module; ``kind``: the class, or its name."""
     return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
 
 

@@ -30,7 +30,7 @@ _subscript: Any = operator.getitem
 _STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
-class Allowed(str):
+class Choices(str):
     """Metadata of a field: what is allowed, in words, where its hint does not state it."""
 
 
@@ -40,14 +40,14 @@ def as_tuple(value: Any) -> Any:
 
 
 Rule = Predicate
-"""Metadata of a hint: a function of the value that is true where it is allowed. With ``Allowed``."""
+"""Metadata of a hint: a function of the value that is true where it is allowed. With ``Choices``."""
 Number = Annotated[float, Rule(lambda value: not math.isnan(value))]
 """A number of a section; a whole one is one, too."""
 Share = Annotated[float, Ge(0), Le(1)]
 _TIME = re.compile("".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms"))
 
 
-def seconds(value: float | str) -> float:
+def time_seconds(value: float | str) -> float:
     """Seconds of a ``Time``; 0 where a text is none."""
     if not isinstance(value, str):
         return value
@@ -58,8 +58,8 @@ def seconds(value: float | str) -> float:
 
 Time = Annotated[
     float | str,
-    Rule(lambda value: 0 < seconds(value) < math.inf),
-    Allowed("days, hours, minutes and seconds as in '1d2h', '3h50m', '90m' or '45s', or seconds: a number above 0"),
+    Rule(lambda value: 0 < time_seconds(value) < math.inf),
+    Choices("days, hours, minutes and seconds as in '1d2h', '3h50m', '90m' or '45s', or seconds: a number above 0"),
 ]
 NotNegative = Annotated[float, Ge(0), AllowInfNan(False)]
 
@@ -119,9 +119,9 @@ def format_value(value: Any) -> str:
 
 def describe_hint(hint: Any, metadata: Sequence[Any] = ()) -> str:
     """A hint in words: ``int | None`` with a limit is "a whole number of at least 1, or None"."""
-    allowed = [one for one in metadata if isinstance(one, Allowed)]
-    if allowed:
-        return str(allowed[0])
+    choices = [one for one in metadata if isinstance(one, Choices)]
+    if choices:
+        return str(choices[0])
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         return describe_hint(inner[0], (*_flat(inner[1:]), *metadata))

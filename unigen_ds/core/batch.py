@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DEFAULT_WEIGHT = 1.0
-"""Of a loss term that ``loss_weights`` does not name."""
+"""Weight of a loss term that ``loss_weights`` does not name."""
 CAUSAL, FULL, NOISE = 0, 1, 2
 """Split modes. CAUSAL: text. FULL: an image all of whose tokens see each other. NOISE: as FULL, and hidden from every
 other split of its document."""
@@ -63,8 +63,8 @@ class Batch:
         raise NotImplementedError(f"{type(self).__name__}.target_counts")
 
     def target_positions(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of each term: the token index of each target and its weight, in the order of ``LossTerms.each``. The losses
-        of a training with several sources are then logged for each source; without an entry a term has none.
+        """Token index and weight of each target of a term, in the order of ``LossTerms.each``. The losses of a training
+        with several sources are then logged for each source; without an entry a term has none.
         """
         return {}
 
@@ -80,12 +80,12 @@ class Batch:
         fields: dict[str, Any] = {**tensors, **others}
         return cls(**fields)
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         tensors, others = self.parts()
         return self.of({name: change(tensor) for name, tensor in tensors.items()}, others)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Self:
-        return self.changed(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 @dataclass(frozen=True)
@@ -163,21 +163,21 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-def check_terms(terms: Collection[str], *, of: str, declared: Collection[str]) -> None:
+def check_terms(terms: Collection[str], *, of: str, of_family: Collection[str]) -> None:
     """Raise ``ConfigError`` where the loss terms ``of`` a model or a batch are not those of ``Family.terms``."""
-    different = sorted(set(terms) ^ set(declared))
+    different = sorted(set(terms) ^ set(of_family))
     if different:
-        named, lacks = (of, "Family.terms") if different[0] in terms else ("Family.terms", of)
+        has, lacks = (of, "Family.terms") if different[0] in terms else ("Family.terms", of)
         raise ConfigError(
-            f"the loss term {different[0]!r} is in {named} and not in {lacks}",
+            f"the loss term {different[0]!r} is in {has} and not in {lacks}",
             allowed="the same terms in LossTerms.sums, Batch.target_counts() and Family.terms",
             remedy="add it (a term without targets in a batch is a zero, and so is its count), or delete it",
         )
 
 
-def check_counts(counts: Mapping[str, float], *, of: str, declared: Collection[str]) -> None:
+def check_counts(counts: Mapping[str, float], *, of: str, of_family: Collection[str]) -> None:
     """The same of ``Batch.target_counts()``. A batch that several families use may count further terms as zero."""
-    check_terms([t for t, n in counts.items() if n or t in declared], of=f"{of}.target_counts()", declared=declared)
+    check_terms([t for t, n in counts.items() if n or t in of_family], of=f"{of}.target_counts()", of_family=of_family)
 
 
 @dataclass(frozen=True)
@@ -190,13 +190,13 @@ class LossTerms:
     as in the sum and detached: in a training with several sources their means are logged for each.
     """
 
-    def weighted(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
+    def weighted_sum(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
         """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.
 
         The term is multiplied, not left out, so that every parameter takes part in every micro-batch. A value that is
         not finite has no finite gradient: all ranks then skip the update. Raises ``ConfigError`` for other terms.
         """
-        check_terms(self.sums, of="LossTerms.sums", declared=loss_weights)
+        check_terms(self.sums, of="LossTerms.sums", of_family=loss_weights)
         assert self.sums, "a model must return at least one loss term"
         first, *others = [
             value * (loss_weights[name] / counts[name] if counts[name] else 0.0) for name, value in self.sums.items()

@@ -8,13 +8,13 @@ BATCH_CHOICES = ("refuse", "keep-batch", "keep-lr", "linear", "sqrt")
 """``on_batch_change``: how the learning rate changes when a resume has another effective batch, or that it has not."""
 DATA_CHOICES = ("refuse", "append", "restart")
 """``on_data_change``: what a resume does with changed data."""
-SHIPPED = (
+SHIPPED_NAMES = (
     "bagel_7b_fsdp, bagel_7b_zero3, bagel_from_parts, bagel_lora, decoder_lm_300m, decoder_lm_90m,"
     " frozen_vlm_zero2, llava_zero2, nanovlm_230m, nanovlm_460m, qwen_sft, unified_digits or unified_emoji"
 )
 """Names of the configs of the package (``config_file.shipped``)."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
-"""Of floating-point tensors in files and in a model that draws or reads."""
+"""Types of floating-point tensors in files and in a model that draws or reads."""
 GUIDES = {
     "unified_fsdp": "exported variables of BAGEL's FSDP trainer (train_unified_fsdp.sh)",
     "unified_generation": "flags of train_unified_generation.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class UnigenError(Exception):
@@ -22,7 +23,7 @@ class UnigenError(Exception):
 
 
 def _printable(text: str) -> str:
-    """As a log file accepts it: names of files, and texts of JSON, may have half of a character."""
+    """Make a text writable to a log: names of files, and texts of JSON, may have half of a character."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -35,7 +36,7 @@ class ConfigError(UnigenError, ValueError):
 
     exit_status = 2
     parts: Sequence[ConfigError] = ()
-    """Of an error that combines several: each of them."""
+    """The errors that this one combines."""
 
     def at(self, where: str) -> ConfigError:
         """The same error, with the path in the config where it does not name it."""
@@ -101,14 +102,23 @@ def short_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first} ({last.filename}:{last.lineno})"
 
 
+def short_value(value: Any) -> str:
+    """The first 57 characters of a value, for a message about it."""
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON may be nested as deeply as Python can follow it, and this is called further down
+        text = f"a {type(value).__name__}, nested too deeply to be shown"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def raise_any(errors: Sequence[ConfigError]) -> None:
     """Raise one error for all of ``errors``, a line for each, where there are any."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        combined = ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(map(str, errors)))
-        combined.parts = errors
-        raise combined from errors[0].__cause__
+        error = ConfigError(f"{len(errors)} problems in the config:\n  " + "\n  ".join(map(str, errors)))
+        error.parts = errors
+        raise error from errors[0].__cause__
 
 
 def close(name: str, valid: Iterable[str], *, cutoff: float = 0.7) -> str | None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from unigen_ds.core.errors import CheckpointError
 
 Shape = tuple[int, ...]
-T = TypeVar("T")
-_SHOWN = 8
+_T = TypeVar("_T")
+_MOST_NAMES = 8
 
 MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -29,9 +29,9 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 frozen ones too. ``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
 
 STAMP = "unigen_ds_save"
-"""In each file of a checkpoint: key or kind of the text that names the save that wrote it (``Manifest.stamp``)."""
+"""Key or kind of the text in each checkpoint file that names the save that wrote it (``Manifest.stamp``)."""
 OPTIMIZER_FILE = "optimizer.safetensors"
-"""Of the layout ``safetensors``: all state of the engine but the weights."""
+"""File of the layout ``safetensors`` with all state of the engine but the weights."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def read_flat(file: Any, key: str, shape: Shape, start: int, stop: int) -> Tenso
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of parameters that several modules share: each further name, and the first, under which they are kept."""
+    """Further names of parameters that modules share -> the first name, under which they are kept."""
     first: dict[int, str] = {}
     everywhere = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in everywhere:
@@ -202,17 +202,17 @@ class Misfit:
         return bool(self.missing or self.unexpected or self.reshaped)
 
     def __str__(self) -> str:
-        reshaped = [f"{name} {stored} for {wanted}" for name, (stored, wanted) in self.reshaped.items()]
-        kinds = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": reshaped}
+        shapes = [f"{name} {was} for {now}" for name, (was, now) in self.reshaped.items()]
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": shapes}
         return "; ".join(f"{kind}: {first_names(names)}" for kind, names in kinds.items() if names)
 
 
-def misfit(stored: Mapping[str, Shape], own: Mapping[str, Shape]) -> Misfit:
+def misfit(theirs: Mapping[str, Shape], own: Mapping[str, Shape]) -> Misfit:
     """Compare by name. Where only numbers of elements are known, the shape is ``(numel,)`` on both sides."""
     return Misfit(
-        missing=[name for name in own if name not in stored],
-        unexpected=[name for name in stored if name not in own],
-        reshaped={n: (stored[n], own[n]) for n in own if n in stored and stored[n] != own[n]},
+        missing=[name for name in own if name not in theirs],
+        unexpected=[name for name in theirs if name not in own],
+        reshaped={n: (theirs[n], own[n]) for n in own if n in theirs and theirs[n] != own[n]},
     )
 
 
@@ -224,7 +224,7 @@ def refuse_misfit(where: object, *misfits: Misfit, **of_kind: Misfit) -> None:
         raise CheckpointError(f"{where} does not fit the model: {'; '.join(texts)}")
 
 
-def by_first_name(tensors: Mapping[str, T], tied: Mapping[str, str]) -> dict[str, T]:
+def by_first_name(tensors: Mapping[str, _T], tied: Mapping[str, str]) -> dict[str, _T]:
     """Tensors with one name each: ``tied`` maps further names to the first. One may be stored under any or all."""
     own = {name: tensor for name, tensor in tensors.items() if name not in tied}
     return {**{tied[name]: tensor for name, tensor in tensors.items() if name in tied}, **own}
@@ -232,5 +232,5 @@ def by_first_name(tensors: Mapping[str, T], tied: Mapping[str, str]) -> dict[str
 
 def first_names(names: Sequence[str], separator: str = ", ") -> str:
     """The first names, or other texts, and how many more."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return separator.join(names[:_MOST_NAMES]) + more

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, model_validator
 
 from unigen_ds.config.registry import DATASETS, PACKERS, TOKENIZERS, TRANSFORMS
-from unigen_ds.config.section import LISTED, Component, Of, Section
+from unigen_ds.config.section import AS_LIST, Component, Of, Section
 from unigen_ds.config.values import Number
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.datasets.adapter import DatasetAdapter as DatasetAdapter  # registers it
@@ -17,8 +17,8 @@ from unigen_ds.data.datasets.groups import DataGroup
 
 Tokenizer = Annotated[Component, Of(TOKENIZERS)]
 Transform = Annotated[Component, Of(TRANSFORMS)]
-Source = Annotated[Component, Of(DATASETS, provided=("processor",))]
-Packer = Annotated[Component, Of(PACKERS)]
+_Source = Annotated[Component, Of(DATASETS, from_run=("processor",))]
+_Packer = Annotated[Component, Of(PACKERS)]
 
 
 class TrainDataloader(Section):
@@ -29,7 +29,7 @@ class TrainDataloader(Section):
     global_batch_size: int | None = Field(default=None, ge=1)
     """Sequences per update over all processes and iterations; it is split evenly, and a total that cannot be is an
     error that names the nearest ones."""
-    dataset: Annotated[tuple[Source, ...], LISTED] = Field(min_length=1)
+    dataset: Annotated[tuple[_Source, ...], AS_LIST] = Field(min_length=1)
     """Component, or a list of them: a mixture."""
     groups: Mapping[str, DataGroup] = Field(default={})
     """Name -> `dict(weight=..., mandatory=False)`: sources that share a weight, each with `group=` a name.
@@ -42,7 +42,7 @@ class TrainDataloader(Section):
     overflow: Literal["split", "truncate", "skip", "error"] | None = None
     """Longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all others are
     skipped and counted. [data.md](data.md#records-longer-than-seq_length)."""
-    packing: Packer | None = None
+    packing: _Packer | None = None
     """Component that puts several samples into a sequence; None: one each."""
     drop_last: bool = True
     """Unpacked: leave out the samples that fill no whole iteration. False: fill up the last iteration with empty
@@ -73,13 +73,13 @@ class ValDataloader(Section):
     have several such sections by name instead of one: ``sets`` has them.
     """
 
-    dataset: Annotated[tuple[Source, ...], LISTED] = ()
+    dataset: Annotated[tuple[_Source, ...], AS_LIST] = ()
     """Component, or a list of them, whose losses are also given one by one; or `split`."""
     split: Number | None = Field(default=None, gt=0, lt=1)
     """Share of the training records that is evaluated on and never trained on. Which records is a function of `seed`
     and of their content: equal ones stay together, appended ones move no other one."""
     seed: int | None = None
-    """Of `split`, and of the noise and time steps; None: `randomness.seed`."""
+    """Seed of `split`, and of the noise and time steps; None: `randomness.seed`."""
     batch_size: int | None = Field(default=None, ge=1)
     """Sequences per device of an evaluation; None: that of the training."""
     seq_length: int | None = Field(default=None, ge=1)
@@ -102,7 +102,7 @@ class ValDataloader(Section):
         return self._sets or {"": self}
 
     @property
-    def divided(self) -> ValDataloader | None:
+    def split_section(self) -> ValDataloader | None:
         """The section that evaluates a share of the training records."""
         return next((one for one in self.sets.values() if one.split is not None), None)
 
@@ -137,8 +137,8 @@ class ValDataloader(Section):
         sections = {name: one for name, one in config.items() if one is not None}
         for name, section in sections.items():
             if name == "loss" or not re.fullmatch(r"[A-Za-z]\w*(-\w+)*", str(name)) or cls.is_several(section):
-                allowed = "names of letters, digits, - and _, a letter first, but not 'loss'; each with one section"
-                raise ConfigError(f"val_dataloader has a set {name!r}: {section!r}", allowed=allowed)
+                choices = "names of letters, digits, - and _, a letter first, but not 'loss'; each with one section"
+                raise ConfigError(f"val_dataloader has a set {name!r}: {section!r}", allowed=choices)
         adapter: TypeAdapter[dict[str, ValDataloader]] = TypeAdapter(dict[str, cls])  # type: ignore[valid-type]
         several = cls.model_construct()
         several._sets = adapter.validate_python(sections)
@@ -152,9 +152,9 @@ class ValDataloader(Section):
                 raise ConfigError("several sets of val_dataloader have a split", remedy=remedy)
             return self
         if bool(self.dataset) == (self.split is not None):
-            given = "both dataset and split" if self.dataset else "neither dataset nor split"
+            keys = "both dataset and split" if self.dataset else "neither dataset nor split"
             raise ConfigError(
-                f"val_dataloader has {given}",
+                f"val_dataloader has {keys}",
                 allowed="dataset=dict(type=...), or split=0.02: a share of the training records",
                 remedy="val_dataloader=None: no validation",
             )

@@ -24,7 +24,7 @@ from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.images.image_files import UnreadableImage
-from unigen_ds.data.samples.sample import IGNORED, Loaded, Sample, Split
+from unigen_ds.data.samples.sample import IGNORED, LoadedSplit, Sample, Split
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, families, family_of
@@ -96,7 +96,7 @@ class Answering:
         return trained_family(backend)[0].drawing_settings(backend.model, self.flow or {}, where="generation.flow")
 
     def facts(self) -> dict[str, str]:
-        """For a provenance: all that may change an answer."""
+        """Return what may change an answer, for a provenance."""
         return {key: str(value) for key, value in vars(self).items() if key != "batch_size"}
 
 
@@ -112,7 +112,7 @@ class Question:
     begin: tuple[int, ...]
     """The ids that a text begins with; the model reads them, too."""
     reference_ids: tuple[int, ...] = ()
-    drawn: Split | None = None
+    picture: Split | None = None
     """The picture of an answer with a text and a picture; ``target`` is the text."""
     picture_first: bool = False
 
@@ -124,17 +124,17 @@ class Question:
     def request(self, processor: Any, *, seed: int) -> Request:
         """Decodes the images. Raises ``UnreadableImage``."""
         key = (seed, 0, self.key)
-        prompt: list[Loaded] = []
+        prompt: list[LoadedSplit] = []
         for number, split in enumerate(self.before):  # an image's latent is sampled; all else is fixed
             is_latent = isinstance(split, ImageSplit) and split.kind == "vae"
             prompt.append(split.load(processor, (*key, number) if is_latent else None))
-        picture = self.drawn or self.target
+        picture = self.picture or self.target
         size = picture.picture_size(processor) if picture.drawn else None
         return Request(prompt, self.kind, derive_seed(*key, "answer"), self.begin, size, self.picture_first)
 
     def reference(self, processor: Any) -> str | Image.Image | None:
         """The record's own text, or picture in the size of training; None of both, which are compared to each other."""
-        if self.drawn is not None:
+        if self.picture is not None:
             return None
         if self.target.drawn:
             return to_picture(self.target.pixels(processor))
@@ -175,9 +175,9 @@ class Answers:
     """``mine``: this rank's part, each record on one rank. The numbers are those of all ranks."""
 
     mine: Sequence[Answer]
-    asked: int
+    num_asked: int
     left_out: Mapping[str, int]
-    """Why records have no answer here -> how many of the ``asked`` and of those before them."""
+    """Why records have no answer here -> how many of the ``num_asked`` and of those before them."""
 
 
 def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int] = ()) -> Question | None:
@@ -212,15 +212,15 @@ def question_of(sample: Sample, kind: Kind, *, key: str, end_ids: Collection[int
 def _question_of_both(splits: Sequence[Split], key: str) -> Question | None:
     """The last picture that is drawn directly after a text of the same answer, or directly before one."""
     for number in reversed([i for i, split in enumerate(splits) if split.drawn]):
-        drawn = splits[number]
+        image = splits[number]
         after = number + 1  # of the picture's copies, which are conditions of what follows
-        while after < len(splits) and drawn.source and splits[after].source == drawn.source and not splits[after].drawn:
+        while after < len(splits) and image.source and splits[after].source == image.source and not splits[after].drawn:
             after += 1
         for at in (number - 1, after):
             text = splits[at] if 0 <= at < len(splits) else None
             before = tuple(split for split in splits[: min(number, at)] if not split.drawn)
             if isinstance(text, TextSplit) and text.loss and before:
-                return Question(key, BOTH, before, text, (), text.ids, drawn, picture_first=at == after)
+                return Question(key, BOTH, before, text, (), text.ids, image, picture_first=at == after)
     return None
 
 
@@ -317,10 +317,10 @@ def answers(
             except UnreadableImage:
                 continue
             rows.append(Answer(question.key, "", reference, question.prompt(data.processor)))
-        generated: Sequence[Generated] = inferencer.complete(requests, **options) if requests else ()
+        completions: Sequence[Generated] = inferencer.complete(requests, **options) if requests else ()
         predictions: list[Prediction] = [
             one.text if kind == "text" else (one.text, one.images[0]) if kind == BOTH else one.images[0]
-            for one in generated
+            for one in completions
         ]
         return [replace(row, prediction=one) for row, one in zip(rows, predictions, strict=True)]
 
@@ -346,7 +346,7 @@ def ask(
             question = question_at(data, kind, source, index)
             if question is None:
                 left_out[NO_ANSWER] += 1
-            elif any(one is not None and one.error for one in (*question.before, question.target, question.drawn)):
+            elif any(one is not None and one.error for one in (*question.before, question.target, question.picture)):
                 left_out[UNREADABLE] += 1
             elif limit is not None and question.num_tokens > limit:
                 left_out[TOO_LONG] += 1

@@ -13,8 +13,8 @@ from pydantic import BaseModel, BeforeValidator
 from unigen_ds.core.errors import DataError
 from unigen_ds.system.files import write_text_atomic
 
-REQUIRED = ("metric", "version", "settings", "resize", "precision", "seed", "model", "num_samples", "checkpoint")
-"""Of every stored provenance."""
+REQUIRED_KEYS = ("metric", "version", "settings", "resize", "precision", "seed", "model", "num_samples", "checkpoint")
+"""Keys that every stored provenance has."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Result:
     values: Mapping[str, Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
     """Name -> value; in a file a number that is not finite is null, which JSON has."""
     provenance: Mapping[str, str]
-    """``REQUIRED``, and what else the metric and its caller record."""
+    """``REQUIRED_KEYS``, and what else the metric and its caller record."""
 
 
 class _StoredFile(BaseModel, strict=True):
@@ -34,8 +34,8 @@ class _StoredFile(BaseModel, strict=True):
 
 def write_results(path: Path, results: Sequence[Result]) -> None:
     """Store results in one file, completely or not at all."""
-    stored = _StoredFile.model_validate({"format": 1, "results": [*map(vars, results)]}, strict=False)
-    write_text_atomic(path, stored.model_dump_json(indent=1) + "\n")
+    file = _StoredFile.model_validate({"format": 1, "results": [*map(vars, results)]}, strict=False)
+    write_text_atomic(path, file.model_dump_json(indent=1) + "\n")
 
 
 def read_results(path: Path) -> list[Result]:
@@ -45,7 +45,7 @@ def read_results(path: Path) -> list[Result]:
     except (OSError, ValueError) as error:
         problem = f"{path} is no file of results: {' '.join(str(error).split())[:300]}"
         raise DataError(problem, allowed="a file that an evaluation wrote") from error
-    missing = [name for one in results for name in REQUIRED if name not in one.provenance]
+    missing = [name for one in results for name in REQUIRED_KEYS if name not in one.provenance]
     if missing:
         raise DataError(f"{path} has results without {', '.join(missing)}", remedy="evaluate it again")
     return results

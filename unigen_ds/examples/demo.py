@@ -39,11 +39,11 @@ def prepare_folder(root: Path, write: Callable[[Path], None], *, argument: str) 
 
 def record(*turns: tuple[Literal["user", "assistant"], Literal["text", "image"], str]) -> str:
     """A line of JSONL: a conversation of (role, kind, text or path of the image)."""
-    listed = [
+    entries = [
         {"role": role, "type": kind, ("content" if kind == "text" else "image_path"): value}
         for role, kind, value in turns
     ]
-    return json.dumps({"conversations": listed}) + "\n"
+    return json.dumps({"conversations": entries}) + "\n"
 
 
 def average_of(run: Run) -> AbstractContextManager[None]:

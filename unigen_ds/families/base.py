@@ -29,7 +29,7 @@ class PublishedFormat:
     """A directory in which others publish such models."""
 
     name: str
-    """For messages: ``nanoVLM's directory``."""
+    """What messages call the format, as in ``nanoVLM's directory``."""
     pretrained: ClassVar[bool] = True
     """Whether ``model.pretrained`` of ``config`` reads the weights; otherwise they are read as a checkpoint's."""
     complete: ClassVar[bool] = False
@@ -111,22 +111,22 @@ class Family:
         """The callable whose arguments the section ``processor`` sets: its annotations define what is allowed."""
         return self.processor_type
 
-    def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
+    def processor(self, spec: Mapping[str, Any], section: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         """What makes batches of records.
 
         Args:
             spec: the section ``model``. Sizes that it fixes (``processor_sizes(spec)`` of the model's class, where it
-                has that) are the processor's, too, and not set in ``given``.
-            given: the section ``processor``.
+                has that) are the processor's, too, and not set in ``section``.
+            section: the section ``processor``.
             tokenizer: None where the config has none.
             seed: of all random numbers of the data.
         """
         kind: Any = find(MODELS, spec, where="model")
         sizes = kind.processor_sizes(spec) if hasattr(kind, "processor_sizes") else {}
-        both = sorted(set(sizes) & set(given))
+        both = sorted(set(sizes) & set(section))
         if both:
             raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
-        processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **given)
+        processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **section)
         return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
@@ -134,17 +134,17 @@ class Family:
         whose first loss is as high is warned about (``FirstUpdateHook``)."""
         return {}
 
-    def drawing_settings(self, model: Any, given: Mapping[str, Any], *, where: str = "flow") -> Any:
-        """The argument ``flow`` of the inferencer: ``given``, and defaults for all else, which may depend on ``model``;
-        None, to check ``given`` alone. Raises ``ConfigError`` for an unknown key or a wrong value of ``where``.
+    def drawing_settings(self, model: Any, settings: Mapping[str, Any], *, where: str = "flow") -> Any:
+        """The argument ``flow`` of the inferencer: ``settings``, with defaults that may depend on ``model``;
+        None, to check ``settings`` alone. Raises ``ConfigError`` for an unknown key or a wrong value of ``where``.
         """
         if self.drawing is None:
-            if given:
-                problem = f"{where} sets {', '.join(given)}, and {self.model.__name__} has no settings of drawing"
+            if settings:
+                problem = f"{where} sets {', '.join(settings)}, and {self.model.__name__} has no settings of drawing"
                 raise ConfigError(problem, remedy="leave it out")
             return None
-        check_arguments(self.drawing, given, where=where)
-        return self.drawing(**given)
+        check_arguments(self.drawing, settings, where=where)
+        return self.drawing(**settings)
 
     def inferencer(self, model: Any, processor: Any) -> Any:
         """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py`` and ``PreviewHook``.
@@ -173,19 +173,19 @@ class ConversationFamily(Family):
             )
         return model
 
-    def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
+    def processor(self, spec: Mapping[str, Any], section: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         transforms: dict[str, Any] = {}
         for key in ("vit_transform", "vae_transform"):
-            if given.get(key) is not None:
-                transforms[key] = build(TRANSFORMS, given[key], where=f"processor.{key}")
+            if section.get(key) is not None:
+                transforms[key] = build(TRANSFORMS, section[key], where=f"processor.{key}")
         for key in CHANGES:
-            if specs := one_or_many(given.get(key)):
+            if specs := one_or_many(section.get(key)):
                 transforms[key] = [build(TRANSFORMS, one, where=f"processor.{key}[{i}]") for i, one in enumerate(specs)]
-        processor: Any = super().processor(spec, {**given, **transforms}, tokenizer=tokenizer, seed=seed)
-        known = (spec.get("llm") or {}).get("vocab_size")
-        if known is None and _follows_tokenizer(spec) and hasattr(tokenizer, "__len__"):
-            known = len(tokenizer)
-        processor.vocab_size = known  # None: the model's files decide
+        processor: Any = super().processor(spec, {**section, **transforms}, tokenizer=tokenizer, seed=seed)
+        vocab_size = (spec.get("llm") or {}).get("vocab_size")
+        if vocab_size is None and _follows_tokenizer(spec) and hasattr(tokenizer, "__len__"):
+            vocab_size = len(tokenizer)
+        processor.vocab_size = vocab_size  # None: the model's files decide
         return processor
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
@@ -211,7 +211,7 @@ def published_folder(out: Path, tokenizer: Any, source: Path | None, *, without:
     """
     with new_directory(out) as folder:
         if source is not None:
-            copy_files(source, folder, wanted=lambda name: not name.endswith(without))
+            copy_files(source, folder, accepts=lambda name: not name.endswith(without))
         elif tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
         yield folder

@@ -28,7 +28,7 @@ class Chat:
 
     turns: Sequence[Turn]
     where: object
-    rendered: RenderedChat
+    rendering: RenderedChat
     signs: Mapping[str, str]
     """Signs that replace special tokens spelled in a text (``Special.shield``); empty where there are none."""
     images: Sequence[Any]
@@ -103,16 +103,16 @@ class ChatProcessor(ConversationProcessor):
     def plan_many(
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False, reply: bool = False
     ) -> Iterator[Sample]:
-        """As of ``ConversationProcessor``; with ``reply`` the next message is the assistant's."""
+        """Plan records as ``ConversationProcessor`` does; with ``reply`` the next message is the assistant's."""
         chats = [self.render(turns, where, keep_images=keep_images, reply=reply) for turns, where in records]
-        encoded = encode_chats(self.tokenizer, [(chat.rendered.text, chat.signs) for chat in chats])
-        for chat, (ids, starts) in zip(chats, encoded, strict=True):
-            labels, done, splits = next_token_labels(ids, chat.rendered.from_assistant(starts)), 0, list[Split]()
+        encodings = encode_chats(self.tokenizer, [(chat.rendering.text, chat.signs) for chat in chats])
+        for chat, (ids, starts) in zip(chats, encodings, strict=True):
+            labels, end, splits = next_token_labels(ids, chat.rendering.from_assistant(starts)), 0, list[Split]()
             for first, last, split in self.image_splits(chat, ids, starts, labels):
-                if done < first:
-                    splits.append(TokenSplit(tuple(ids[done:first]), tuple(labels[done:first])))
+                if end < first:
+                    splits.append(TokenSplit(tuple(ids[end:first]), tuple(labels[end:first])))
                 splits.append(split)
-                done = last
-            if done < len(ids):
-                splits.append(TokenSplit(tuple(ids[done:]), tuple(labels[done:])))
+                end = last
+            if end < len(ids):
+                splits.append(TokenSplit(tuple(ids[end:]), tuple(labels[end:])))
             yield Sample(tuple(splits), plain=is_document(chat.turns))

@@ -101,7 +101,7 @@ class Iteration:
     """What one micro-batch returned on this rank."""
 
     batch: Batch
-    """On the CPU."""
+    """The micro-batch, on the CPU."""
     sums: Mapping[str, Tensor]
     """Sum of each loss term over its targets: detached scalars on the device."""
     each: Mapping[str, Tensor]

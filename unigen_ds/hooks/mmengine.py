@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     import mmengine.hooks
     import mmengine.visualization
 
-REPLACED = ("CheckpointHook", "EMAHook")
+OURS_INSTEAD = ("CheckpointHook", "EMAHook")
 """Hooks of mmengine that save or own the training's state: ours of the same name are used instead."""
-REFUSED = {
+REFUSALS = {
     "CheckpointHook": "default_hooks.checkpoint saves",
     "EMAHook": "custom_hooks=[dict(type='EMAHook', momentum=...)] averages the engine's shards",
     "ParamSchedulerHook": "param_scheduler acts by itself",
@@ -61,7 +61,7 @@ def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an entry of ``custom_hooks``, as one of ``MMEngineHook`` if it names a class derived from mmengine's
     ``Hook``. A bare name is ours where we have it."""
     cls = _mmengine_class(spec.get("type"))
-    if cls is None or (cls.__name__ in REPLACED and _is_own(cls)):
+    if cls is None or (cls.__name__ in OURS_INSTEAD and _is_own(cls)):
         return spec
     path = f"{cls.__module__}.{cls.__qualname__}"
     hook = path if get_object_from_string(path) is cls else cls
@@ -130,8 +130,8 @@ class MMEngineHook(Hook):
                 remedy="hooks of mmengine: " + ", ".join(sorted(MMENGINE_HOOKS.module_dict)),
             )
         for base in cls.__mro__:
-            if _is_own(base) and base.__name__ in REFUSED:
-                raise ConfigError(f"{cls.__name__} cannot run here: {REFUSED[base.__name__]}", remedy="delete it")
+            if _is_own(base) and base.__name__ in REFUSALS:
+                raise ConfigError(f"{cls.__name__} cannot run here: {REFUSALS[base.__name__]}", remedy="delete it")
         check_arguments(cls, arguments, where=cls.__name__)
         from mmengine.runner.priority import get_priority
 
@@ -142,7 +142,7 @@ class MMEngineHook(Hook):
             problem = f"{cls.__name__} cannot be built with priority {priority!r}: {error}"
             raise ConfigError(problem, allowed="a priority of 0 to 100, or a name as 'NORMAL'") from error
         self.cls, self.name = cls, f"mmengine.{cls.__name__}"
-        self.stored: dict[str, Any] = {}
+        self.additions: dict[str, Any] = {}
         """What the hook added to the checkpoint."""
         self._save = False
 
@@ -153,8 +153,8 @@ class MMEngineHook(Hook):
     def before_run(self, run: Run) -> None:
         self._adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
         self.view = RunnerView(run) if self._adapters[0] is self else self._adapters[0].view
-        defined = {point: next(base for base in self.cls.__mro__ if point in vars(base)) for point in _NOT_CALLED}
-        own = ", ".join(point for point, base in defined.items() if not _is_own(base))
+        bases = {point: next(base for base in self.cls.__mro__ if point in vars(base)) for point in _NOT_CALLED}
+        own = ", ".join(point for point, base in bases.items() if not _is_own(base))
         if own and dist.is_main():
             logger().warning("%s.%s will not be called: validation is one step here.", self.cls.__name__, own)
         if _is_kind(self.cls, "EarlyStoppingHook"):
@@ -163,7 +163,7 @@ class MMEngineHook(Hook):
         self._call("before_run")
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        self._call("after_load_checkpoint", {**self.stored, "meta": self.view.meta})
+        self._call("after_load_checkpoint", {**self.additions, "meta": self.view.meta})
 
     def before_train(self, run: Run) -> None:
         self._call("before_train")
@@ -206,11 +206,11 @@ class MMEngineHook(Hook):
         self._save = False
         checkpoint = {"meta": self.view.meta}
         self._call("before_save_checkpoint", checkpoint)
-        self.stored = {}
+        self.additions = {}
         for key, value in checkpoint.items():
             try:
                 json.dumps(value)
-                self.stored[key] = value
+                self.additions[key] = value
             except (TypeError, ValueError, RecursionError):
                 logger().warning(
                     "%s added %r to the checkpoint, a %s, which is not stored: only numbers, texts, lists and dicts"
@@ -224,10 +224,10 @@ class MMEngineHook(Hook):
         self._call("after_run")
 
     def state_dict(self) -> dict[str, Any]:
-        return self.stored
+        return self.additions
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.stored = dict(state)
+        self.additions = dict(state)
 
     def _call(self, point: str, *arguments: Any) -> None:
         self.view.caller = f"{self.cls.__name__}.{point}"
@@ -271,7 +271,7 @@ class _View:
         )
 
 
-class _Sized(_View):
+class _WithLength(_View):
     """Something of which a hook reads the length."""
 
     def __len__(self) -> int:
@@ -296,7 +296,7 @@ class RunnerView(_View):
         super().__init__(self, "runner")
         self._run, self.caller = run, ""
         self.index = 0
-        """Of the micro-batch of the present update; 0 between updates."""
+        """Index of the micro-batch in the present update; 0 between updates."""
         self.ended_epoch: int | None = None
         """The epoch that has ended, until ``after_train_epoch`` is over."""
         self.save_wanted = False
@@ -319,8 +319,8 @@ class RunnerView(_View):
 
     def _loader(self, what: str, batches: int, samples: int, batch_size: int) -> _View:
         """A data loader: its length in micro-batches, their size, and the length of its data set."""
-        dataset = _Sized(self, f"{what}.dataset", _length=samples)
-        return _Sized(self, what, _length=batches, batch_size=batch_size, dataset=dataset)
+        dataset = _WithLength(self, f"{what}.dataset", _length=samples)
+        return _WithLength(self, what, _length=batches, batch_size=batch_size, dataset=dataset)
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -340,8 +340,8 @@ class RunnerView(_View):
     def max_iters(self) -> int:
         """``iter`` at the end of the training: whole updates, as the run makes them."""
         run = self._run
-        left = math.floor(run.total_sequences - run.progress.sequences) // run.geometry.global_batch_size
-        return run.progress.iteration(run.geometry) + max(left, 0) * run.geometry.accumulative_counts
+        rest = math.floor(run.total_sequences - run.progress.sequences) // run.geometry.global_batch_size
+        return run.progress.iteration(run.geometry) + max(rest, 0) * run.geometry.accumulative_counts
 
     @property
     def max_epochs(self) -> int:
@@ -407,8 +407,8 @@ class RunnerView(_View):
             return {}
         counts = iteration.batch.target_counts()
         means = {name: value / counts[name] for name, value in iteration.sums.items() if counts.get(name)}
-        weighted = [value * iteration.loss_weights.get(name, 1.0) for name, value in means.items()]
-        return {"loss": sum(weighted[1:], weighted[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
+        summands = [value * iteration.loss_weights.get(name, 1.0) for name, value in means.items()]
+        return {"loss": sum(summands[1:], summands[0]), **{f"loss/{k}": v for k, v in means.items()}} if means else {}
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Ask ``default_hooks.checkpoint`` for a save after the present update, on one rank or all. mmengine's

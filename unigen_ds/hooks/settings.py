@@ -41,7 +41,7 @@ class DefaultHooks(Section):
     """`FirstUpdateHook`: whether loaded weights compute what they were trained for."""
     checkpoint: Annotated[Component | None, Of(HOOKS, default=CheckpointHook)] = None
     """`CheckpointHook`: saves."""
-    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, provided=("writers", "run_name"))]
+    logger: Annotated[Component, Of(HOOKS, default=LoggerHook, from_run=("writers", "run_name"))]
     """`LoggerHook`: console, `metrics.jsonl` and the writers of `visualizer`."""
 
     @model_validator(mode="before")

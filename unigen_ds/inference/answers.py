@@ -25,9 +25,9 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.records.records import Turn
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
-from unigen_ds.inference.generated import Generated, MaxLength, Picture, Request, Size, as_file, pictures
+from unigen_ds.inference.generated import Generated, MaxLength, Picture, Request, Size, as_file, one_or_many_pictures
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.models.attention import Attend
 from unigen_ds.system.log import logger
@@ -74,11 +74,11 @@ class TextInterface(ABC):
         and ``size``, and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
         that is longer than the model's positions.
         """
-        context = pictures(images)
+        context = one_or_many_pictures(images)
         options: dict[str, Any] = {} if self.reads_images else {"images": context}
         options |= {"parts": parts, "think": think, "size": size}
-        if unsupported := [name for name, value in options.items() if value]:
-            raise ConfigError(f"{', '.join(unsupported)}: {self.limits}")
+        if names := [name for name, value in options.items() if value]:
+            raise ConfigError(f"{', '.join(names)}: {self.limits}")
         sampling = Sampling(temperature, top_p)
         with tempfile.TemporaryDirectory() as folder:
             paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(context)]
@@ -94,14 +94,14 @@ class TextInterface(ABC):
         texts = self.write(prompts, [each.seed for each in requests], max_new_tokens, sampling or Sampling())
         return [Generated(text, []) for text in texts]
 
-    def prompt(self, text: str, images: Sequence[Path]) -> Sequence[Loaded]:
+    def prompt(self, text: str, images: Sequence[Path]) -> Sequence[LoadedSplit]:
         """Return what the model reads before its answer to a text and pictures: by default one message of a chat."""
         turns = [*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", text)]
         return [split.load(self.processor, None) for split in self.processor.plan(turns, reply=True).splits]
 
     @abstractmethod
     def write(
-        self, prompts: Sequence[Sequence[Loaded]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
+        self, prompts: Sequence[Sequence[LoadedSplit]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
         """The text of at most ``max_new_tokens`` tokens that follows each prompt; ``seeds``: of each."""
 
@@ -114,13 +114,13 @@ class PackedInferencer(TextInterface):
     """A model that reads packed documents and has ``next_token_logits(batch, attend=)`` (``continue_prompts``)."""
 
     def write(
-        self, prompts: Sequence[Sequence[Loaded]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
+        self, prompts: Sequence[Sequence[LoadedSplit]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
         tokenizer = self.processor.tokenizer
-        continued = continue_prompts(
+        answers = continue_prompts(
             self.model, self.processor, prompts, max_new_tokens=max_new_tokens, choose=chooser(sampling, seeds)
         )
-        return [tokenizer.decode([token for token in ids if token != tokenizer.eos_id]) for ids in continued]
+        return [tokenizer.decode([token for token in ids if token != tokenizer.eos_id]) for ids in answers]
 
 
 def tokens_left(num_tokens: int, limit: int | None) -> int:
@@ -174,7 +174,7 @@ def idle_arguments(model: Any, processor: Any) -> tuple[Any, ...]:
 def continue_prompts(
     model: Any,
     processor: Any,
-    prompts: Sequence[Sequence[Loaded]],
+    prompts: Sequence[Sequence[LoadedSplit]],
     *,
     max_new_tokens: int,
     choose: Choose = likeliest,
@@ -194,13 +194,13 @@ def continue_prompts(
     device, limit = device_of(model), getattr(model, "max_document_tokens", None)
     texts: list[list[int]] = [[] for _ in prompts]
     caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
-    unread: list[list[Loaded]] = [[*prompt] for prompt in prompts]
-    open_ones, left = list(range(len(prompts))), list[int]()
+    unread: list[list[LoadedSplit]] = [[*prompt] for prompt in prompts]
+    open_ones, rest = list(range(len(prompts))), list[int]()
     for step in range(max_new_tokens if prompts else 0):
         batch = pack_documents([unread[i] for i in open_ones], processor)
         lengths, attend = batch.document_lengths, None
         if step == 0:
-            left = [tokens_left(length, limit) for length in lengths]
+            rest = [tokens_left(length, limit) for length in lengths]
             cached &= max(lengths) + max_new_tokens <= getattr(model, "squeezes_beyond", sys.maxsize)
         if cached:
             sizes = torch.tensor(lengths)
@@ -212,8 +212,8 @@ def continue_prompts(
             texts[i].append(int(token))
             unread[i] = ([] if cached else unread[i]) + [TokenSplit.unlearned((int(token),))]
         open_ones = [i for i in open_ones if texts[i][-1] != processor.tokenizer.eos_id]
-        for i in [i for i in open_ones if len(texts[i]) == left[i] < max_new_tokens]:
-            logger().warning(f"the text ends after {left[i]} tokens: the model has no more than {limit} positions")
+        for i in [i for i in open_ones if len(texts[i]) == rest[i] < max_new_tokens]:
+            logger().warning(f"the text ends after {rest[i]} tokens: the model has no more than {limit} positions")
             open_ones.remove(i)
         if not open_ones:
             break

@@ -14,9 +14,9 @@ from annotated_types import Ge
 from PIL import Image
 from torch import Tensor
 
-from unigen_ds.config.values import Allowed, format_value
+from unigen_ds.config.values import Choices, format_value
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 
 Kind = Literal["text", "image", "text and image"]
 BOTH: Kind = "text and image"
@@ -35,7 +35,7 @@ class Generated:
 class Request:
     """The part of a record before an answer, as in training, which a model is to give (``complete``)."""
 
-    prompt: Sequence[Loaded]
+    prompt: Sequence[LoadedSplit]
     wanted: Kind
     seed: int
     """Seed of every random number of the answer."""
@@ -57,16 +57,16 @@ def to_picture(image: Tensor) -> Image.Image:
 
 Picture = Image.Image | str | Path | np.ndarray
 """A PIL picture, a path, or a uint8 array ``[height, width, 3]`` or ``[height, width]``."""
-Size = Annotated[tuple[int, int] | None, Allowed("(height, width) in pixels, or None")]
+Size = Annotated[tuple[int, int] | None, Choices("(height, width) in pixels, or None")]
 MaxLength = Annotated[int, Ge(1)]
 
 _PICTURE = "a path, a PIL picture, or a uint8 array [height, width, 3] or [height, width]"
 
 
-def pictures(images: Any) -> list[Image.Image | Path]:
+def one_or_many_pictures(images: Any) -> list[Image.Image | Path]:
     """One picture alone, or several. Raises ``ConfigError`` for anything else."""
     several = images if isinstance(images, (list, tuple)) else [images]
-    return [_picture(one, "images", allowed=f"{_PICTURE}; one alone or a list of them") for one in several]
+    return [_picture(one, "images", choices=f"{_PICTURE}; one alone or a list of them") for one in several]
 
 
 def in_order(parts: Sequence[Any]) -> list[str | Image.Image | Path]:
@@ -76,24 +76,24 @@ def in_order(parts: Sequence[Any]) -> list[str | Image.Image | Path]:
         if isinstance(one, str) and os.path.isfile(one):
             problem = f"unified_generate.parts has the text {one!r}, which is a file"
             raise ConfigError(problem, remedy=f"pathlib.Path({one!r})")
-    allowed = f"a list of texts and pictures; a picture is {_PICTURE.replace('a path', 'a pathlib.Path')}"
-    return [one if isinstance(one, str) else _picture(one, "parts", allowed=allowed) for one in parts]
+    choices = f"a list of texts and pictures; a picture is {_PICTURE.replace('a path', 'a pathlib.Path')}"
+    return [one if isinstance(one, str) else _picture(one, "parts", choices=choices) for one in parts]
 
 
-def _picture(one: Any, argument: str, *, allowed: str) -> Image.Image | Path:
+def _picture(one: Any, argument: str, *, choices: str) -> Image.Image | Path:
     if isinstance(one, (Image.Image, Path)):
         return one
     if isinstance(one, str):
         return Path(one)
     if isinstance(one, np.ndarray) and one.dtype == np.uint8 and one.size and one.shape[2:] in ((), (3,)):
         return Image.fromarray(one)
-    raise ConfigError(f"unified_generate.{argument} is {format_value(one)}", allowed=allowed)
+    raise ConfigError(f"unified_generate.{argument} is {format_value(one)}", allowed=choices)
 
 
 def as_file(picture: Image.Image | Path, path: Path) -> Path:
     """Where a picture can be read: its own path, or ``path``."""
     if isinstance(picture, Path):
         return picture
-    stored = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else picture.convert("RGB")
-    stored.save(path)
+    image = picture if picture.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else picture.convert("RGB")
+    image.save(path)
     return path

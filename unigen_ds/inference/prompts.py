@@ -62,7 +62,7 @@ class Prompt:
         return [*self.images, *(part["image"] for part in self.parts if not isinstance(part, str))]
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments ``images`` and ``parts`` of ``unified_generate``, those that are given."""
         parts = [part if isinstance(part, str) else Path(part["image"]) for part in self.parts]
         return {**({"images": list(self.images)} if self.images else {}), **({"parts": parts} if parts else {})}

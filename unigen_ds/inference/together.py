@@ -70,11 +70,11 @@ class TrainedModel:
                 return
             if votes[0]:
                 raise AnotherRankFailed(f"{votes[0]:.0f} other process(es) failed")
-            needed = dict(zip(self._methods, votes[1:], strict=True))
-            turn = max(needed, key=needed.__getitem__)
-            if not needed[turn]:
+            counts = dict(zip(self._methods, votes[1:], strict=True))
+            turn = max(counts, key=counts.__getitem__)
+            if not counts[turn]:
                 return
-            if self.idle is None and needed[turn] < dist.world_size():
+            if self.idle is None and counts[turn] < dist.world_size():
                 raise AnotherRankFailed(
                     "the processes made different calls of the model",
                     remedy="give the inferencer of this family `idle(method)` (docs/inference.md), or use --backend"

@@ -36,11 +36,11 @@ MAPPINGS = (".yaml", ".yml", ".json")
 @dataclass(frozen=True)
 class Setting:
     name: str
-    """As the guide has it, without dashes in front."""
+    """The setting's name in the guide, without leading dashes."""
     value: Any
     """A text of a command line, a list of them, a value of a file, or True of a flag without a value."""
     source: str
-    """As the user wrote it."""
+    """The setting as the user wrote it."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Command:
 
     settings: list[Setting] = field(default_factory=list)
     launch: dict[str, str] = field(default_factory=dict)
-    """Of the launcher."""
+    """Settings of the launcher."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that libraries read."""
     files: list[str] = field(default_factory=list)
@@ -150,8 +150,8 @@ def _words_of_text(text: str) -> list[str]:
         except ValueError as error:
             raise _not_one_command(f"{line.strip()!r} has {str(error).lower()}") from error
         words = words[: next((i for i, word in enumerate(words) if word.startswith("#")), len(words))]
-        if computed := [word for word in words if "$" in word or "`" in word]:
-            raise _not_one_command(f"{computed[0]!r} is of the shell")
+        if expressions := [word for word in words if "$" in word or "`" in word]:
+            raise _not_one_command(f"{expressions[0]!r} is of the shell")
         variables = words[1:] if words[:1] == ["export"] else words
         if all(map(_ASSIGNMENT.fullmatch, variables)):
             exports += variables

@@ -21,9 +21,9 @@ SECTIONS = (
     "skip_sequences", "work_dir", "checkpoint_dir", "launcher", "world_size",
 )  # fmt: skip
 """Keys at the top of a config, in the order in which they are written."""
-Kind = Callable[[Any], Any]
+_Kind = Callable[[Any], Any]
 """What the other trainer has -> a value of the config. Raises ``ValueError`` with the reason."""
-Table = Mapping[str, tuple[Kind, tuple[str, ...]]]
+Table = Mapping[str, tuple[_Kind, tuple[str, ...]]]
 """Path of a config -> kind, and the other trainer's names of it."""
 
 
@@ -43,7 +43,7 @@ def number(value: Any) -> float | int:
     return int(value) if re.fullmatch(r"[-+]?\d+", str(value)) else float(text(value))
 
 
-def whole(value: Any) -> int:
+def whole_number(value: Any) -> int:
     if not float(number(value)).is_integer():
         raise ValueError(f"{value!r} is no whole number")
     return int(number(value))
@@ -112,7 +112,7 @@ class Draft:
         """Do not carry it over; a comment states the reason."""
         self.omissions.append((source, why))
 
-    def take(self, name: str, kind: Kind = text) -> Any:
+    def take(self, name: str, kind: _Kind = text) -> Any:
         """Remove a setting; returns its value, or None. One that ``kind`` cannot read is omitted, with the reason."""
         setting = self.settings.pop(name, None)
         if setting is None or setting.value is None:
@@ -123,7 +123,7 @@ class Draft:
             self.omit(setting.source, str(error))
             return None
 
-    def carry(self, path: str, *names: str, kind: Kind = text) -> bool:
+    def carry(self, path: str, *names: str, kind: _Kind = text) -> bool:
         """Set ``path`` to the value of the first of these settings that there is. Returns whether there is one."""
         values = {name: value for name in names if (value := self.take(name, kind)) is not None}
         for position, (name, value) in enumerate(values.items()):

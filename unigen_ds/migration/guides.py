@@ -15,7 +15,7 @@ from unigen_ds.config.paths import is_hub_name
 from unigen_ds.core.choices import GUIDES
 from unigen_ds.core.errors import ConfigError, UnknownKey, nearest, raise_any
 from unigen_ds.migration.commands import MAPPINGS, Command, read_command
-from unigen_ds.migration.draft import Draft, Table, assignment, boolean, number, recipe, text, whole
+from unigen_ds.migration.draft import Draft, Table, assignment, boolean, number, recipe, text, whole_number
 from unigen_ds.migration.xtuner import xtuner_config
 
 _CLASS = re.compile(r"(?!model\.|tokenizer\.)([\w.\[\]]+)\.type is ")
@@ -54,9 +54,9 @@ def migrate(guide: str, words: Sequence[str], *, check: Callable[[dict[str, Any]
 
 _BAGEL: Table = {
     "train_dataloader.dataset.data_path": (text, ("train_data_path",)),
-    "train_dataloader.batch_size": (whole, ("batch_size",)),
-    "train_dataloader.num_workers": (whole, ("num_workers",)),
-    "optim_wrapper.accumulative_counts": (whole, ("gradient_accumulation_steps",)),
+    "train_dataloader.batch_size": (whole_number, ("batch_size",)),
+    "train_dataloader.num_workers": (whole_number, ("num_workers",)),
+    "optim_wrapper.accumulative_counts": (whole_number, ("gradient_accumulation_steps",)),
     "optim_wrapper.optimizer.lr": (number, ("learning_rate", "lr")),
     "optim_wrapper.optimizer.weight_decay": (number, ("weight_decay",)),
     "optim_wrapper.clip_grad.max_norm": (number, ("max_grad_norm",)),
@@ -64,10 +64,10 @@ _BAGEL: Table = {
     "loss_weights.image": (number, ("image_loss_weight",)),
     "work_dir": (text, ("output_dir", "results_dir")),
     "checkpoint_dir": (text, ("checkpoint_dir",)),
-    "randomness.seed": (whole, ("seed",)),
-    "default_hooks.checkpoint.interval": (whole, ("save_every", "save_steps")),
-    "default_hooks.checkpoint.max_keep_ckpts": (whole, ("save_total_limit",)),
-    "default_hooks.logger.interval": (whole, ("log_every", "logging_steps")),
+    "randomness.seed": (whole_number, ("seed",)),
+    "default_hooks.checkpoint.interval": (whole_number, ("save_every", "save_steps")),
+    "default_hooks.checkpoint.max_keep_ckpts": (whole_number, ("save_total_limit",)),
+    "default_hooks.logger.interval": (whole_number, ("log_every", "logging_steps")),
     "model.compile": (boolean, ("compile",)),
     "model.activation_checkpointing": (boolean, ("gradient_checkpointing",)),
     "backend.sharding_strategy": (text, ("sharding_strategy",)),
@@ -77,7 +77,7 @@ _PARTS = ("llm", "vit", "vae")
 
 
 def exported_variables(command: Command) -> Draft:
-    """Of ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP, which averages the weights with a decay of 0.9999."""
+    """Translate ``scripts/train_unified_fsdp.sh``: BAGEL with FSDP, which averages weights with a decay of 0.9999."""
     values = {
         "backend": {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"},
         "custom_hooks": [{"type": "EMAHook", "momentum": 0.0001}],
@@ -91,7 +91,7 @@ def exported_variables(command: Command) -> Draft:
 
 
 def flags(command: Command) -> Draft:
-    """Of ``train_unified_generation.py``: BAGEL on one or several GPUs, each with a whole copy."""
+    """Translate ``train_unified_generation.py``: BAGEL on one or several GPUs, each with a whole copy."""
     several = "torchrun" in command.starts
     backend = {"type": "fsdp", "sharding_strategy": "NO_SHARD"} if several else {"type": "single"}
     values = {"train_cfg": {"max_epochs": 3}, "work_dir": "outputs/unified_training", "backend": backend}
@@ -100,14 +100,14 @@ def flags(command: Command) -> Draft:
 
 def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup: int, **wrapper: Any) -> Draft:
     """The guides' example values, and of what they do not state those of ``bagel_7b_fsdp``."""
-    shipped = recipe("bagel_7b_fsdp")
-    wrapper = {**shipped["optim_wrapper"], **wrapper, "accumulative_counts": 8}
+    example = recipe("bagel_7b_fsdp")
+    wrapper = {**example["optim_wrapper"], **wrapper, "accumulative_counts": 8}
     draft = Draft({
-        "model": {"type": "UnifiedModel", "pretrained": shipped["model"]["pretrained"], "freeze": ["vae"]},
-        "tokenizer": shipped["tokenizer"],
-        "processor": shipped["processor"],
+        "model": {"type": "UnifiedModel", "pretrained": example["model"]["pretrained"], "freeze": ["vae"]},
+        "tokenizer": example["tokenizer"],
+        "processor": example["processor"],
         "train_dataloader": {
-            "batch_size": 1, "num_workers": 1, "seq_length": shipped["train_dataloader"]["seq_length"],
+            "batch_size": 1, "num_workers": 1, "seq_length": example["train_dataloader"]["seq_length"],
             "dataset": {"type": "UnifiedGenerationDataset", "data_path": "data/train.jsonl"},
         },
         "optim_wrapper": {**wrapper, "optimizer": {**wrapper["optimizer"], "lr": 1e-5}},
@@ -121,7 +121,7 @@ def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup:
     }, command, what=what)  # fmt: skip
     _bagel_model(draft)
     draft.carry_all(_BAGEL)
-    if draft.carry("train_dataloader.seq_length", "max_sequence_length", kind=whole):
+    if draft.carry("train_dataloader.seq_length", "max_sequence_length", kind=whole_number):
         draft.set("train_dataloader.overflow", "truncate")
         draft.notes.append("overflow='truncate' cuts texts, never an image: a longer image is skipped and counted.")
     limits = {"max_updates": draft.take("total_steps", number), "max_epochs": draft.take("num_epochs", number)}
@@ -138,9 +138,9 @@ def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup:
                 draft.set("visualizer.vis_backends", [{"type": "WandbVisBackend"}])
             draft.set(f"visualizer.vis_backends.0.{name.rpartition('_')[2]}", value)
     for name in ("bf16", "fp16"):
-        if (enabled := draft.take(name, boolean)) is not None:
-            draft.set("optim_wrapper.precision", name if enabled else "fp32")
-    shards, strategy = draft.take("num_shard", whole), draft.get("backend.sharding_strategy")
+        if (is_on := draft.take(name, boolean)) is not None:
+            draft.set("optim_wrapper.precision", name if is_on else "fp32")
+    shards, strategy = draft.take("num_shard", whole_number), draft.get("backend.sharding_strategy")
     if shards is not None and strategy != "HYBRID_SHARD":
         draft.omit(draft.sources["num_shard"], f"{strategy} shards over all processes, HYBRID_SHARD alone over a part")
     elif shards is not None:  # None: the processes of a node
@@ -182,7 +182,7 @@ def _bagel_model(draft: Draft) -> None:
 
 def _warmup(draft: Draft, *, default: int) -> None:
     """A linear warm-up by updates, and the curve after it: cosine, linear or constant."""
-    steps = draft.take("warmup_steps", whole)
+    steps = draft.take("warmup_steps", whole_number)
     begin = default if steps is None else steps
     curves: list[dict[str, Any]] = []
     if begin:
@@ -207,18 +207,18 @@ def _schedule(value: Any) -> str:
 
 _DECODER: Table = {
     "backend.sharding_strategy": (text, ("sharding_strategy",)),
-    "world_size": (whole, ("world_size",)),
+    "world_size": (whole_number, ("world_size",)),
     "model.compile": (boolean, ("compile",)),
     "model.dropout": (number, ("dropout",)),
     "optim_wrapper.optimizer.lr": (number, ("lr", "learning_rate")),
     "optim_wrapper.optimizer.weight_decay": (number, ("weight_decay",)),
     "train_dataloader.dataset.data_path": (text, ("train_data_path", "data_path")),
-    "train_dataloader.num_workers": (whole, ("num_workers",)),
+    "train_dataloader.num_workers": (whole_number, ("num_workers",)),
 }
 
 
 def yaml_file(command: Command) -> Draft:
-    """Of ``train_fsdp.py``. Without the file (``config/train300M_fsdp.yaml``) its size alone is known, by its name."""
+    """Translate ``train_fsdp.py``. Without its file (``config/train300M_fsdp.yaml``) the size alone is known."""
     files = [Path(name) for name in command.files if name.endswith(MAPPINGS)]
     if len(files) != 1:
         raise ConfigError(f"{len(files)} YAML files are given", allowed="train_fsdp.py CONFIG.yaml, or that file alone")
@@ -235,12 +235,16 @@ def yaml_file(command: Command) -> Draft:
     draft = Draft(values, command, what=f"The FSDP trainer of decoder LMs ({file.name})")
     draft.notes.append(f"The model is that of the shipped config {name}, by the name of the file.")
     draft.carry_all(_DECODER)
-    if draft.carry("train_dataloader.seq_length", "block_size", "seq_length", "max_sequence_length", kind=whole):
+    if draft.carry("train_dataloader.seq_length", "block_size", "seq_length", "max_sequence_length", kind=whole_number):
         draft.set("model.llm.max_position_embeddings", draft.get("train_dataloader.seq_length"))
     shards = draft.take("fsdp", boolean)
     if shards is False:
         draft.set("backend.sharding_strategy", "NO_SHARD")
-    total, each, processes = draft.take("train_batch", whole), draft.take("batch_size", whole), draft.get("world_size")
+    total, each, processes = (
+        draft.take("train_batch", whole_number),
+        draft.take("batch_size", whole_number),
+        draft.get("world_size"),
+    )
     if total is not None:  # that of an update; batch_size is that of a process
         draft.values["train_dataloader"].pop("batch_size", None)
         draft.set("train_dataloader.global_batch_size", total)
@@ -273,31 +277,31 @@ _NANOVLM: Table = {
     f"{_RATES}.1.lr": (_rate, ("lr_vision_backbone", "lr_vision")),
     f"{_RATES}.2.lr": (_rate, ("lr_language_backbone", "lr_language")),
     "tokenizer.path": (text, ("lm_tokenizer",)),
-    "train_dataloader.batch_size": (whole, ("batch_size",)),
-    "train_dataloader.num_workers": (whole, ("num_workers",)),
-    "train_dataloader.seq_length": (whole, ("seq_length", "max_length", "lm_max_length")),
-    "train_dataloader.max_sample_tokens": (whole, ("max_sample_length",)),
-    "train_dataloader.packing.window": (whole, ("num_of_sequences",)),
-    "train_dataloader.packing.max_tiles": (whole, ("max_images_per_knapsack",)),
+    "train_dataloader.batch_size": (whole_number, ("batch_size",)),
+    "train_dataloader.num_workers": (whole_number, ("num_workers",)),
+    "train_dataloader.seq_length": (whole_number, ("seq_length", "max_length", "lm_max_length")),
+    "train_dataloader.max_sample_tokens": (whole_number, ("max_sample_length",)),
+    "train_dataloader.packing.window": (whole_number, ("num_of_sequences",)),
+    "train_dataloader.packing.max_tiles": (whole_number, ("max_images_per_knapsack",)),
     "train_dataloader.dataset.streaming": (boolean, ("stream_dataset",)),
-    **{f"{_FILTERS}.0.{name}_min_rating": (whole, (f"{name}_min_rating",))
+    **{f"{_FILTERS}.0.{name}_min_rating": (whole_number, (f"{name}_min_rating",))
        for name in ("relevance", "image_correspondence", "visual_dependency", "formatting")},
-    f"{_FILTERS}.1.max_tiles": (whole, ("max_images_per_example",)),
-    "processor.max_image_size": (whole, ("max_img_size",)),
-    "optim_wrapper.accumulative_counts": (whole, ("gradient_accumulation_steps",)),
+    f"{_FILTERS}.1.max_tiles": (whole_number, ("max_images_per_example",)),
+    "processor.max_image_size": (whole_number, ("max_img_size",)),
+    "optim_wrapper.accumulative_counts": (whole_number, ("gradient_accumulation_steps",)),
     "optim_wrapper.clip_grad.max_norm": (number, ("max_grad_norm",)),
-    "train_cfg.max_updates": (whole, ("max_training_steps", "max_steps")),
-    "default_hooks.logger.statistics_interval": (whole, ("stats_log_interval",)),
-    "world_size": (whole, ("world_size",)),
+    "train_cfg.max_updates": (whole_number, ("max_training_steps", "max_steps")),
+    "default_hooks.logger.statistics_interval": (whole_number, ("stats_log_interval",)),
+    "world_size": (whole_number, ("world_size",)),
     "model.compile": (boolean, ("compile",)),
-    "model.pixel_shuffle_factor": (whole, ("mp_pixel_shuffle_factor",)),
+    "model.pixel_shuffle_factor": (whole_number, ("mp_pixel_shuffle_factor",)),
     "model.pretrained.vit": (text, ("vit_model_type",)),
     "model.pretrained.llm": (text, ("lm_model_type",)),
 }  # fmt: skip
 
 
 def train_flags(command: Command) -> Draft:
-    """Of ``train.py``, or a YAML file of the two configs' keys."""
+    """Translate ``train.py``, or a YAML file of the two configs' keys."""
     values = recipe("nanovlm_460m")
     backbones = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
     values["model"] = {"type": "VLM", "pretrained": backbones, "pixel_shuffle_factor": 4}
@@ -345,7 +349,7 @@ def _names(value: Any) -> list[str]:
 def _nanovlm_hooks(draft: Draft) -> None:
     """Evaluation, benchmarks, trackers and the upload."""
     hooks = draft.values["custom_hooks"]
-    if draft.carry("custom_hooks.0.interval", "eval_interval", kind=whole):
+    if draft.carry("custom_hooks.0.interval", "eval_interval", kind=whole_number):
         draft.set("default_hooks.checkpoint.interval", hooks[0]["interval"])
     evaluates = draft.take("eval_in_epochs", boolean)
     benchmarks, tasks = draft.take("use_lmms_eval", boolean), draft.take("lmms_eval_tasks")

@@ -12,12 +12,12 @@ from typing import Any
 
 from unigen_ds.config.file import read_file
 from unigen_ds.config.overrides import apply_overrides, parse_override, plain_values
-from unigen_ds.config.translation import FOREIGN, translate
+from unigen_ds.config.translation import OTHER_KEYS, translate
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import MAPPINGS, Command
-from unigen_ds.migration.draft import SECTIONS, Draft, Table, assignment, boolean, number, recipe, text, whole
+from unigen_ds.migration.draft import SECTIONS, Draft, Table, assignment, boolean, number, recipe, text, whole_number
 
-_RESUMED = "a resume continues the curve by itself: docs/resume.md"
+_RESUME_NOTE = "a resume continues the curve by itself: docs/resume.md"
 _NO_COUNTERPART = "the class here has no such argument: docs/migrating.md"
 _PAIRS = {
     ("vicuna-7b-v1.5", "clip-vit-large-patch14-336"): "llava-hf/llava-1.5-7b-hf",
@@ -45,16 +45,16 @@ def _resume(value: Any) -> Any:
 _TABLE: Table = {
     "work_dir": (text, ("work_dir",)),
     "launcher": (text, ("launcher",)),
-    "randomness.seed": (whole, ("seed",)),
+    "randomness.seed": (whole_number, ("seed",)),
     "resume": (_resume, ("resume",)),
     "load_from": (_optional, ("load_from",)),
-    "world_size": (whole, ("num_gpus",)),
-    "train_dataloader.batch_size": (whole, ("batch_size",)),
-    "optim_wrapper.accumulative_counts": (whole, ("accumulative_counts",)),
+    "world_size": (whole_number, ("num_gpus",)),
+    "train_dataloader.batch_size": (whole_number, ("batch_size",)),
+    "optim_wrapper.accumulative_counts": (whole_number, ("accumulative_counts",)),
     "optim_wrapper.optimizer.lr": (number, ("lr",)),
     "train_cfg.max_epochs": (number, ("max_epochs",)),
-    "default_hooks.checkpoint.interval": (whole, ("save_steps", "interval")),
-    "default_hooks.checkpoint.max_keep_ckpts": (whole, ("save_total_limit", "max_keep_ckpts")),
+    "default_hooks.checkpoint.interval": (whole_number, ("save_steps", "interval")),
+    "default_hooks.checkpoint.max_keep_ckpts": (whole_number, ("save_total_limit", "max_keep_ckpts")),
     "default_hooks.checkpoint.by_epoch": (boolean, ("by_epoch",)),
 }
 """Arguments of ``xtuner train``, and names that xtuner's configs give their settings."""
@@ -71,7 +71,7 @@ def xtuner_config(command: Command) -> Draft:
         draft = Draft(recipe("llava_zero2"), command, what="Settings of a config of xtuner")
         draft.notes.append("The model and the data are those of the shipped config llava_zero2: edit them.")
     draft.carry_all(_TABLE)
-    return draft.finish({"original_iterations_per_epoch": _RESUMED, "current_epoch": _RESUMED})
+    return draft.finish({"original_iterations_per_epoch": _RESUME_NOTE, "current_epoch": _RESUME_NOTE})
 
 
 def _of_file(name: str, command: Command) -> Draft:
@@ -86,7 +86,7 @@ def _of_file(name: str, command: Command) -> Draft:
                 problems = [error]
             command.others += [(f"--cfg-options {option}", str(problem)) for problem in problems]
     names = plain_values(config.to_dict())
-    sections = {name: value for name, value in names.items() if name in SECTIONS or name in FOREIGN}
+    sections = {name: value for name, value in names.items() if name in SECTIONS or name in OTHER_KEYS}
     draft = Draft(sections, command, what=f"The config {Path(name).name}")
     _translate_data(draft)
     _translate_model(draft)
@@ -153,11 +153,11 @@ def _translate_model(draft: Draft) -> None:
             f"{name} is a class of its own, which this project does not have: the config has the published model below"
             " it. For its own heads and losses register a model and a family: docs/extending.md."
         )
-    known = {"type", "use_activation_checkpointing", "pretrained_model_name_or_path", *frozen}
+    names = {"type", "use_activation_checkpointing", "pretrained_model_name_or_path", *frozen}
     sections = {"model": model, **{f"model.{part}": model[part] for part in parts}, "tokenizer": draft.get("tokenizer")}
     for path, section in sections.items():
         for key, value in section.items() if isinstance(section, Mapping) else ():
-            if key not in {*known, *(parts if path == "model" else ())} and value is not None:
+            if key not in {*names, *(parts if path == "model" else ())} and value is not None:
                 draft.omit(assignment(f"{path}.{key}", value), _NO_COUNTERPART)
     values["activation_checkpointing"] = bool(model.get("use_activation_checkpointing", True))
     draft.values |= {"model": values, "tokenizer": {"type": "ModelTokenizer", "path": values["pretrained"]}}

@@ -74,8 +74,8 @@ class SDPAPlan:
                 k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, is_causal=bucket.is_causal)
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined if self.slot_T is None else joined.index_select(0, self.slot_T)
+        out_THE = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out_THE if self.slot_T is None else out_THE.index_select(0, self.slot_T)
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def plan_attention(batch: PackedBatch, row_of: Tensor | None = None, *, use_flex
         length = tokens.shape[1]
         earlier = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         visible = earlier | (same & (mode != CAUSAL)[:, None, :])
-        hidden = (mode == NOISE)[:, None, :] & ~same
+        other_noise = (mode == NOISE)[:, None, :] & ~same
         alone = torch.eye(length, dtype=torch.bool, device=device)  # padding rows: something to look at
-        return Bucket(tuple(tokens.shape), ((visible & ~hidden & valid[:, None, :]) | alone)[:, None])
+        return Bucket(tuple(tokens.shape), ((visible & ~other_noise & valid[:, None, :]) | alone)[:, None])
 
     return plan_sdpa(batch.document_lengths, device, row_of, bucket)
 
@@ -213,7 +213,7 @@ def plan_flex(
     first, last = number.unflatten(0, (-1, BLOCK)).aminmax(dim=1)
     some = documents.meets(seen_bys) & (last[:, None] >= first) | images.meets(images)
     every = documents.equals(seen_bys) & (first[:, None] >= last) | images.equals(images)
-    mask = BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=visible)
+    mask = BlockMask.from_kv_blocks(*_kv_lists(some & ~every), *_kv_lists(every), BLOCK_SIZE=BLOCK, mask_mod=visible)
     # on a CPU the dense reference, for tests
     return FlexPlan(mask, compiled_attention() if document.is_cuda else flex_attention)  # type: ignore[arg-type]
 
@@ -243,7 +243,7 @@ class _Blocks:
         return (self.value[:, None] == other.value) & (other.value >= 0)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _kv_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """A table of blocks as FlexAttention accepts it: how many each row has, and their columns, those first."""
     columns = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]

@@ -37,8 +37,8 @@ def patchify_latents(latents: Tensor, shapes: Sequence[tuple[int, int]], patch: 
     parts = []
     for latent, (rows, columns) in zip(latents, shapes, strict=True):
         channels = latent.shape[0]
-        cropped = latent[:, : rows * patch, : columns * patch]
-        grid = cropped.reshape(channels, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+        whole_patches = latent[:, : rows * patch, : columns * patch]
+        grid = whole_patches.reshape(channels, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
         parts.append(grid.reshape(rows * columns, -1))
     return torch.cat(parts) if parts else latents.new_zeros((0, latents.shape[1] * patch * patch))
 

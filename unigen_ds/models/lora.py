@@ -39,7 +39,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdapterRecord:
     """What ``add_adapters`` has done: ``adapter_record`` returns it."""
 
     lora: Lora
@@ -48,7 +48,7 @@ class Adapted:
     """Parameters and buffers, under their present names, that the base's files have whole."""
 
 
-def adapter_record(model: nn.Module) -> Adapted | None:
+def adapter_record(model: nn.Module) -> AdapterRecord | None:
     return model.__dict__.get("adapted")
 
 
@@ -92,7 +92,7 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
     tensors = (*dict(model.named_parameters()), *persistent_buffers(model))
     packed = re.compile(r"\.(packed|scales)$")  # they follow from the weight of the files
     in_files = frozenset(name for name in tensors if packed.sub(".weight", base_name(name)) in files)
-    model.__dict__["adapted"] = Adapted(lora, layers, in_files)
+    model.__dict__["adapted"] = AdapterRecord(lora, layers, in_files)
     initial = AdapterWeights(model, base, seed=seed)
     if base is not None:
         model.__dict__["initial_weights"] = lambda *, seed: initial
@@ -101,9 +101,9 @@ def add_adapters(model: Any, lora: Lora, *, seed: int) -> None:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(initial.read(MASTER, name, 0, parameter.numel()).view_as(parameter))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger().info(f"{'DoRA' if lora.use_dora else 'LoRA'} of rank {lora.r} on {len(layers)} linear layers,"
-                  f" {trained:,} parameters: {first_names(layers)}")  # fmt: skip
+                  f" {num_trained:,} parameters: {first_names(layers)}")  # fmt: skip
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -149,14 +149,14 @@ class AdapterWeights(InitialWeights):
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 self.add_initial(MASTER, name, parameter.shape)
-        held = {(kind, name) for kind in base.kinds() for name in base.names(kind)} if base else ()
+        in_base = {(kind, name) for kind in base.kinds() for name in base.names(kind)} if base else ()
         for name in (*parameters, *persistent_buffers(model)):
             key = MASTER if name in parameters else BUFFER, base_name(name)
-            if base and key in held:
+            if base and key in in_base:
                 self.add(key[0], name, 0, base.numel(*key), partial(base.read, *key))
 
     def _initialise_adapter(self, name: str, tensor: Tensor, generator: torch.Generator | None) -> None:
-        """As peft's: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
+        """Fill a tensor as peft does: A uniform in +-1 / sqrt(fan-in), B zero, lengths those of the rows."""
         if ".lora_A." in name:
             bound = 1 / math.sqrt(tensor.shape[1])
             tensor.uniform_(-bound, bound, generator=generator)

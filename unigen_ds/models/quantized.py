@@ -32,7 +32,7 @@ from unigen_ds.system.machine import import_optional
 
 _BLOCK = 64
 _PIECE = 2**14  # blocks packed at once: bitsandbytes compares each weight with all 16 levels on the CPU, 64 MiB here
-_KEPT = "lm_head"  # as in transformers: its errors would be errors of the logits
+_HEAD = "lm_head"  # as in transformers: its errors would be errors of the logits
 
 
 def quantize(weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | 
             raise ConfigError(
                 f"model.quantize names {part!r}, which is trained", remedy=f"add {part!r} to model.freeze as well"
             )
-        names = [n for n, layer in parts[part].named_modules() if type(layer) is nn.Linear and n != _KEPT]
+        names = [n for n, layer in parts[part].named_modules() if type(layer) is nn.Linear and n != _HEAD]
         pack(parts[part], [name for name in names if name not in shared_weights(parts[part], names)], scheme)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from unigen_ds.config.registry import AUTOENCODERS, checked
-from unigen_ds.config.values import Allowed, Rule
+from unigen_ds.config.values import Choices, Rule
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.models.flow import patchify_latents
@@ -118,10 +118,10 @@ class AttnBlock(nn.Module):
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        q, k, v = (conv(normed).flatten(2).transpose(1, 2)[:, None] for conv in (self.q, self.k, self.v))
-        seen = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2)
-        return x + self.proj_out(seen.reshape_as(x))
+        h = self.norm(x)
+        q, k, v = (conv(h).flatten(2).transpose(1, 2)[:, None] for conv in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2)
+        return x + self.proj_out(out.reshape_as(x))
 
 
 def _chain(**parts: nn.Module) -> nn.Sequential:
@@ -167,7 +167,7 @@ class Encoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(x)))
 
 
-class Decoder(nn.Module):
+class ImageDecoder(nn.Module):
     """``up`` is numbered as ``down`` is: the last level runs first."""
 
     def __init__(self, widths: Sequence[int], num_blocks: int, channels: int, latent_channels: int) -> None:
@@ -210,7 +210,7 @@ class FluxAutoencoder(nn.Module):
         num_blocks: Annotated[int, Ge(1)] = 2,
         latent_channels: Annotated[int, Ge(1)] = 16,
         channels: Annotated[int, Ge(1)] = 3,
-        scale_factor: Annotated[float, Rule(lambda given: given != 0), Allowed("a number other than 0")] = 0.3611,
+        scale_factor: Annotated[float, Rule(lambda value: value != 0), Choices("a number other than 0")] = 0.3611,
         shift_factor: float = 0.1159,
     ) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class FluxAutoencoder(nn.Module):
         self.latent_channels, self.downsample = latent_channels, 2 ** (len(widths) - 1)
         self.scale_factor, self.shift_factor = scale_factor, shift_factor
         self.encoder = Encoder(widths, base_channels, num_blocks, channels, latent_channels)
-        self.decoder = Decoder(widths, num_blocks, channels, latent_channels)
+        self.decoder = ImageDecoder(widths, num_blocks, channels, latent_channels)
 
     def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-variance ``[K, z, H / downsample, W / downsample]`` of images ``[K, C, H, W]`` in [-1, 1]."""

@@ -96,7 +96,7 @@ def vision_tensors(path: Path) -> dict[str, Stored]:
     tensors = stored_tensors(path)
     if any(name.startswith("vision_model.") for name in tensors):
         return tensors
-    return {f"vision_model.{name}": stored for name, stored in tensors.items()}
+    return {f"vision_model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def check_here(path: Path, *, where: str = "model.pretrained") -> None:
@@ -126,9 +126,9 @@ def flat_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
 
 
-def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any], where: object) -> None:
-    """Raises ``ConfigError`` where ``config`` has another value for a key of ``fixed``: the numbers would be wrong."""
-    for key, value in fixed.items():
+def check_fixed(config: Mapping[str, Any], values: Mapping[str, Any], where: object) -> None:
+    """Raises ``ConfigError`` where ``config`` has another value for a key of ``values``: the numbers would be wrong."""
+    for key, value in values.items():
         if config.get(key, value) != value:
             raise ConfigError(f"{where}: {key} is {config[key]!r}", allowed=repr(value))
 
@@ -141,10 +141,10 @@ def stated_sizes(part: str, path: Path, keys: Iterable[str]) -> dict[str, Any]:
     config = read_json(path)
     config = config.get("vision_config", config) if part == "vit" else config
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    fixed: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
+    values: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
     if part == "llm":
-        fixed = {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}
-    check_fixed({**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}, fixed, path)
+        values = {"hidden_act": "silu", "use_sliding_window": False, "rope_type": "default"}
+    check_fixed({**config, "rope_type": rope.get("rope_type", rope.get("type", "default"))}, values, path)
     flat = {**rope, **config}
     return {key: flat[key] for key in keys if key in flat}
 
@@ -174,34 +174,34 @@ class InitialWeights(ShardReader):
     def __init__(self, initialise: Initialise, *, seed: int) -> None:
         super().__init__()
         self._initialise, self._seed = initialise, seed
-        self._drawn = "", torch.empty(0, device="cpu")
+        self._last = "", torch.empty(0, device="cpu")
 
     def add_initial(self, kind: str, name: str, shape: Sequence[int], first: int = 0) -> None:
         """Add the elements from ``first`` on of a tensor: those before are in a file."""
         self.add(kind, name, first, math.prod(shape) - first, partial(self._draw, name, shape, first))
 
     def _draw(self, name: str, shape: Sequence[int], first: int, start: int, stop: int) -> Tensor:
-        if self._drawn[0] != name:  # the last one is kept, as shards read one tensor several times
+        if self._last[0] != name:  # the last one is kept, as shards read one tensor several times
             whole = torch.empty(shape, device="cpu")
             with torch.no_grad():
                 self._initialise(name, whole, generator(self._seed, "initial", name))
-            self._drawn = name, whole.view(-1)
-        return self._drawn[1][first + start : first + stop]
+            self._last = name, whole.view(-1)
+        return self._last[1][first + start : first + stop]
 
 
 def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
     """The stored tensors that the model accepts; it gets ``from_files``, the names of those that the files have whole.
     Raises ``CheckpointError`` with all names that do not fit.
     """
-    stored = by_first_name(source.tensors, tied_names(model))
+    file_tensors = by_first_name(source.tensors, tied_names(model))
     own = {name: tuple(tensor.shape) for name, tensor in _named_tensors(model).items()}
-    differences = misfit({name: tensor.shape for name, tensor in stored.items()}, own)
-    grown = [name for name, (was, now) in differences.reshaped.items()
+    differences = misfit({name: tensor.shape for name, tensor in file_tensors.items()}, own)
+    longer = [name for name, (was, now) in differences.reshaped.items()
              if re.search(source.may_grow, name) and was[1:] == now[1:] and was < now]  # fmt: skip
     wrong = Misfit(
         missing=[name for name in differences.missing if not re.search(source.may_lack, name)],
         unexpected=[name for name in differences.unexpected if not re.search(source.may_leave, name)],
-        reshaped={name: shapes for name, shapes in differences.reshaped.items() if name not in grown},
+        reshaped={name: shapes for name, shapes in differences.reshaped.items() if name not in longer},
     )
     if wrong:
         raise CheckpointError(
@@ -209,12 +209,12 @@ def match(model: nn.Module, source: Pretrained) -> dict[str, Stored]:
             remedy="leave sizes out of the section model, or set them to None where a recipe has them: the files have"
             " every size",
         )
-    notes = {"not used": differences.unexpected, "initialised": differences.missing, "more rows than stored": grown}
+    notes = {"not used": differences.unexpected, "initialised": differences.missing, "more rows than stored": longer}
     for what, names in notes.items():
         if names:
             logger().info(f"pretrained {source.where}: {what}: {first_names(names)}")
-    model.__dict__["from_files"] = frozenset(name for name in own if name in stored and name not in grown)
-    return {name: stored[name] for name in own if name in stored}
+    model.__dict__["from_files"] = frozenset(name for name in own if name in file_tensors and name not in longer)
+    return {name: file_tensors[name] for name in own if name in file_tensors}
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 class PretrainedModel(nn.Module):
     """A model that may start from published weights, read at once or, when built on the meta device, shard by shard."""
 
-    _stored: Mapping[str, Stored]
+    _file_tensors: Mapping[str, Stored]
     from_files: frozenset[str] = frozenset()
     """Parameters and buffers that the files have whole (``match``)."""
 
@@ -253,24 +253,24 @@ class PretrainedModel(nn.Module):
     @torch.no_grad()
     def start_from(self, source: Pretrained | None) -> None:
         """Called at the end of the constructor: initial values, and over them what the files hold."""
-        self._stored = match(self, source) if source else {}
+        self._file_tensors = match(self, source) if source else {}
         own = _named_tensors(self)
         if any(tensor.is_meta for tensor in own.values()):
             return
         for name, parameter in self.named_parameters():
             self.initialise(name, parameter)
-        for name, stored in self._stored.items():
-            own[name].view(-1)[: stored.numel].copy_(stored.flat(0, stored.numel))
-        self._stored = {}
+        for name, file_tensor in self._file_tensors.items():
+            own[name].view(-1)[: file_tensor.numel].copy_(file_tensor.flat(0, file_tensor.numel))
+        self._file_tensors = {}
 
     def initial_weights(self, *, seed: int) -> InitialWeights:
         """The weights of a model built on the meta device; the references to the open files are released here."""
-        stored, self._stored = self._stored, {}
+        file_tensors, self._file_tensors = self._file_tensors, {}
         reader, parameters = InitialWeights(self.initialise, seed=seed), dict(self.named_parameters())
         for name, tensor in _named_tensors(self).items():
-            kind, held = MASTER if name in parameters else BUFFER, 0
-            if name in stored:
-                held = stored[name].numel
-                reader.add(kind, name, 0, held, stored[name].flat)
-            reader.add_initial(kind, name, tensor.shape, held)
+            kind, first = MASTER if name in parameters else BUFFER, 0
+            if name in file_tensors:
+                first = file_tensors[name].numel
+                reader.add(kind, name, 0, first, file_tensors[name].flat)
+            reader.add_initial(kind, name, tensor.shape, first)
         return reader

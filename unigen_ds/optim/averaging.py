@@ -11,10 +11,10 @@ import torch
 from annotated_types import Gt, Lt
 from torch import Tensor
 
-from unigen_ds.config.values import Allowed
+from unigen_ds.config.values import Choices
 from unigen_ds.core.shards import EMA, Shard, ShardReader, misfit, refuse_misfit
 
-Momentum = Annotated[float, Gt(0), Lt(1), Allowed("a number above 0 and below 1; the decay is 1 - momentum")]
+Momentum = Annotated[float, Gt(0), Lt(1), Choices("a number above 0 and below 1; the decay is 1 - momentum")]
 """Argument of a component: weight of a new value in an average."""
 
 
@@ -44,7 +44,7 @@ class ShardEMA:
     def load(self, reader: ShardReader) -> None:
         """Read the average by name from any layout. Raises ``CheckpointError`` naming what is missing or misfits."""
         sizes = {shard.name: (shard.numel,) for shard in self.shards}  # of this rank: the others have more
-        stored = {name: (reader.numel(EMA, name),) for name in set(reader.names(EMA)) & set(sizes)}
-        refuse_misfit("the checkpoint's EMA", misfit(stored, sizes))
+        shapes = {name: (reader.numel(EMA, name),) for name in set(reader.names(EMA)) & set(sizes)}
+        refuse_misfit("the checkpoint's EMA", misfit(shapes, sizes))
         for shard in self.shards:
             shard.data.copy_(reader.read(EMA, shard.name, shard.flat_start, shard.flat_stop))

@@ -23,7 +23,7 @@ from unigen_ds.core.shards import STEP
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(COMPUTE_DTYPE)
-AUTO = "auto"
+AUTO_PRECISION = "auto"
 WHERE = "optim_wrapper.optimizer"
 OptimizerKind = str | type[torch.optim.Optimizer]
 """A name in ``OPTIMIZERS``, or a class."""
@@ -52,7 +52,7 @@ class OptimizerConfig:
     """Gradient clipping threshold on the global norm; None: no clipping."""
     precision: str = "fp32"
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
-    """Of fp16: ``scale``, the first one, and ``growth_interval``, where they are set (``LossScale``)."""
+    """Arguments of fp16's ``LossScale`` that are set: ``scale``, the first one, and ``growth_interval``."""
     adamw: Mapping[str, Any] = field(default_factory=dict)
     """The same as ``arguments``, of AdamW for the groups with ``by_adamw``."""
 
@@ -78,13 +78,13 @@ class LossScale:
             self.scale, self.good_updates = self.scale * 2.0, 0
 
 
-def settled_precision(precision: str, stored: str | None = None) -> str:
-    """``precision``; for ``'auto'`` that of the checkpoint (``stored``), else ``bf16``, or ``fp16`` on a device without
+def settled_precision(precision: str, of_checkpoint: str | None = None) -> str:
+    """``precision``; for ``'auto'`` that ``of_checkpoint``, else ``bf16``, or ``fp16`` on a device without
     it, such as one that emulates it. A CPU computes bf16 always, fp16 not under every engine."""
-    if precision != AUTO:
+    if precision != AUTO_PRECISION:
         return precision
-    wanted = stored if stored in PRECISIONS else "bf16"
-    return "fp16" if wanted == "bf16" and not computes_bf16() else wanted
+    choice = of_checkpoint if of_checkpoint in PRECISIONS else "bf16"
+    return "fp16" if choice == "bf16" and not computes_bf16() else choice
 
 
 def computes_bf16() -> bool:
@@ -111,15 +111,15 @@ def optimizer_class(kind: OptimizerKind) -> type[torch.optim.Optimizer]:
 def element_wise(kind: OptimizerKind) -> bool:
     """Whether an optimizer works on shards. Raises ``ConfigError`` where a class does not declare it."""
     cls = optimizer_class(kind)
-    declared = TORCHS.get(cls.__name__) if is_torchs(cls) else getattr(cls, "element_wise", None)
-    if not isinstance(declared, bool):
+    value = TORCHS.get(cls.__name__) if is_torchs(cls) else getattr(cls, "element_wise", None)
+    if not isinstance(value, bool):
         raise ConfigError(
-            f"optimizer {cls.__name__} does not declare element_wise (it is {declared!r})",
+            f"optimizer {cls.__name__} does not declare element_wise (it is {value!r})",
             allowed="element_wise = True, where an element's update depends on its own gradient and state alone; False,"
             " where it needs whole matrices",
             remedy=f"add the class attribute to {cls.__name__}",
         )
-    return declared
+    return value
 
 
 def default_weight_decay(kind: OptimizerKind) -> float:
@@ -173,15 +173,15 @@ def construct(
     cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]], arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """Call the class. Where its ``lr`` has no default it is that of the first group; every group has its own."""
-    known = inspect.signature(cls).parameters
-    decays = "weight_decay" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+    parameters = inspect.signature(cls).parameters
+    decays = "weight_decay" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not decays and any(group.get("weight_decay") for group in groups):
         problem = f"optimizer {cls.__name__} has no weight_decay, and a group sets one"
         raise ConfigError(problem, remedy="delete weight_decay, or add it to the class")
-    lr = known.get("lr")
-    needed = {"lr": groups[0]["lr"]} if lr is not None and lr.default is lr.empty else {}
+    lr = parameters.get("lr")
+    lr_argument = {"lr": groups[0]["lr"]} if lr is not None and lr.default is lr.empty else {}
     try:
-        return cls(groups, **needed, **arguments)
+        return cls(groups, **lr_argument, **arguments)
     except (TypeError, ValueError, LookupError) as error:
         raise ConfigError(f"optimizer {cls.__name__} with {dict(arguments)} cannot be built: {error}") from error
 
@@ -190,14 +190,14 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``ConfigError`` where an optimizer keeps what no checkpoint stores; called after its first update."""
     if isinstance(optimizer, JoinedOptimizer):
         optimizer = optimizer.matrices
-    name, known = type(optimizer).__name__, {"params", "lr", "weight_decay", "name"}
+    name, keys = type(optimizer).__name__, {"params", "lr", "weight_decay", "name"}
     if is_torchs(type(optimizer)):
         return
     problems = [
         f"{key!r} in its parameter groups"
         for group in optimizer.param_groups
         for key, value in group.items()
-        if key not in known and (key not in optimizer.defaults or optimizer.defaults[key] is not value)
+        if key not in keys and (key not in optimizer.defaults or optimizer.defaults[key] is not value)
     ]
     for parameter, state in optimizer.state.items():
         for kind, value in state.items():

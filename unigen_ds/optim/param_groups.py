@@ -49,8 +49,8 @@ def build_param_groups(
         rules.append(_Rule(key, lr, optimizer.decay * mult if lr else 0.0, key, decay_mult=mult, custom=True))
     names = [rule.name for rule in rules]
     if len(set(names)) < len(names):
-        where, allowed = "optim_wrapper.paramwise_cfg.groups", f"names that differ, none {DEFAULT!r}"
-        raise ConfigError(f"{where} has the names {names[1:]}", allowed=allowed)
+        where, choices = "optim_wrapper.paramwise_cfg.groups", f"names that differ, none {DEFAULT!r}"
+        raise ConfigError(f"{where} has the names {names[1:]}", allowed=choices)
     names_of: dict[int, list[str]] = {}
     parameters = dict(named_parameters)
     for name, parameter in parameters.items():
@@ -138,15 +138,15 @@ def _assign(
         first = next((rule.name for rule in rules[1:] if rule.matches(name)), DEFAULT)
         members[first].append(name)
     for rule in (rule for rule in rules[1:] if not members[rule.name]):
-        earlier, known = ([n for n in names if rule.matches(n)] for names in (trainable, everything))
+        earlier, matches = ([n for n in names if rule.matches(n)] for names in (trainable, everything))
         if earlier and not rule.custom:
             raise ConfigError(
                 f"pattern {rule.pattern!r} matches only what an earlier pattern matched ({_some(earlier)})",
                 remedy="put the more specific pattern first",
             )
-        if not known:
+        if not matches:
             raise ConfigError(f"pattern {rule.pattern!r} matches no parameter", remedy=f"names are {_some(everything)}")
-        logger().warning("paramwise_cfg: pattern %r has no effect on %s", rule.pattern, _some(known))
+        logger().warning("paramwise_cfg: pattern %r has no effect on %s", rule.pattern, _some(matches))
     return members
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from unigen_ds.config.registry import argument_problems
-from unigen_ds.config.section import LISTED, Section, argument_defaults
-from unigen_ds.config.values import Allowed, Number, Rule
+from unigen_ds.config.section import AS_LIST, Section, argument_defaults
+from unigen_ds.config.values import Choices, Number, Rule
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.optim.optimizer import (
     GROWTH_INTERVAL,
@@ -23,10 +23,10 @@ from unigen_ds.optim.optimizer import (
 )
 
 type_ = type
-Kind = str | type[Any]
+_Kind = str | type[Any]
 """``Optimizer`` has a field of that name."""
 Finite = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
-Scale = Annotated[Number, Rule(lambda scale: scale >= 1 and math.frexp(scale)[0] == 0.5), Allowed("a power of 2")]
+Scale = Annotated[Number, Rule(lambda scale: scale >= 1 and math.frexp(scale)[0] == 0.5), Choices("a power of 2")]
 
 
 class ClipGrad(Section):
@@ -48,16 +48,16 @@ class LossScaling(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _written_short(cls, given: Any) -> Any:
-        if given == "dynamic":
+    def _written_short(cls, value: Any) -> Any:
+        if value == "dynamic":
             return {}
-        return {"init_scale": given} if isinstance(given, (int, float)) and not isinstance(given, bool) else given
+        return {"init_scale": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What is set, as of ``LossScale``."""
-        given = {"scale": self.init_scale, "growth_interval": self.growth_interval}
-        return {key: value for key, value in given.items() if value is not None}
+        values = {"scale": self.init_scale, "growth_interval": self.growth_interval}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 class Group(Section):
@@ -66,7 +66,7 @@ class Group(Section):
     pattern: str = Field(min_length=1)
     """Part of a parameter's name, or a regular expression."""
     name: str | None = None
-    """Of the group, in logs and checkpoints; None: the pattern."""
+    """Name of the group in logs and checkpoints; None: the pattern."""
     lr: Finite | None = None
     """Learning rate; 0 freezes; None: the optimizer's."""
     lr_mult: Finite | None = None
@@ -94,7 +94,7 @@ class CustomKey(Section):
 class Paramwise(Section):
     """Learning rates and weight decay by parameter name."""
 
-    groups: Annotated[tuple[Group, ...], LISTED] = ()
+    groups: Annotated[tuple[Group, ...], AS_LIST] = ()
     """List of `dict(pattern, name, lr or lr_mult, weight_decay)`: `pattern` is part of a parameter's name or a regular
     expression; the first that matches wins; `lr=0` freezes; a pattern that matches nothing is an error."""
     custom_keys: Mapping[str, CustomKey] = Field(default={})
@@ -130,7 +130,7 @@ class AdamWPart(WithArguments):
     """Learning rate of what AdamW trains."""
     weight_decay: Finite | None = None
     """None: AdamW's default."""
-    patterns: Annotated[tuple[str, ...], LISTED] = ()
+    patterns: Annotated[tuple[str, ...], AS_LIST] = ()
     """Parts of names, or regular expressions, of further matrices that AdamW trains."""
 
     @property
@@ -141,7 +141,7 @@ class AdamWPart(WithArguments):
 class Optimizer(WithArguments):
     """An optimizer and its arguments; those of its class beside the fields here."""
 
-    type: Kind = "AdamW"
+    type: _Kind = "AdamW"
     """a registered name, or a class."""
     lr: Finite
     """Learning rate of every group without one of its own; 0 freezes."""
@@ -153,10 +153,10 @@ class Optimizer(WithArguments):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_name(cls, given: Any) -> Any:
+    def _by_name(cls, spec: Any) -> Any:
         """A class by its name where it is torch's."""
-        kind = given.get("type") if isinstance(given, Mapping) else None
-        return {**given, "type": kind.__name__} if isinstance(kind, type_) and is_torchs(kind) else given
+        kind = spec.get("type") if isinstance(spec, Mapping) else None
+        return {**spec, "type": kind.__name__} if isinstance(kind, type_) and is_torchs(kind) else spec
 
     @model_validator(mode="after")
     def _check_known(self) -> Optimizer:
@@ -165,7 +165,7 @@ class Optimizer(WithArguments):
             by_element = element_wise(self.type)
         except ConfigError as error:
             raise error.at("optim_wrapper") from error
-        errors = argument_problems(cls, self.arguments, where=WHERE, provided=("params",))
+        errors = argument_problems(cls, self.arguments, where=WHERE, from_run=("params",))
         if by_element and adamw is not None:
             problem = f"{WHERE}.adamw is set, and {cls.__name__} trains every parameter itself"
             errors.append(ConfigError(problem, allowed="adamw beside an optimizer of whole matrices, such as Muon"))
@@ -187,10 +187,10 @@ class Optimizer(WithArguments):
         return default_weight_decay(self.type) if self.weight_decay is None else self.weight_decay
 
     @classmethod
-    def completed(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        values = {"type": "AdamW", **given}
+    def complete(cls, spec: Any) -> Any:
+        if not isinstance(spec, Mapping):
+            return spec
+        values = {"type": "AdamW", **spec}
         try:
             defaults = argument_defaults(optimizer_class(values["type"]))
         except ConfigError:
@@ -216,7 +216,7 @@ class OptimWrapper(Section):
     where the device of rank 0 computes it (compute capability 8.0 or more; every CPU), else `fp16`; each checkpoint
     records which, and a resume keeps that where the device computes it."""
     loss_scale: LossScaling = LossScaling()
-    """Of `fp16`: `'dynamic'`; a number, the first scale, which is halved by each overflow and doubled by
+    """Loss scale of `fp16`: `'dynamic'`; a number, the first scale, which is halved by each overflow and doubled by
     `growth_interval` good updates in a row; or `dict(init_scale, growth_interval)`."""
     paramwise_cfg: Paramwise = Paramwise()
     """Learning rates and weight decay by parameter name."""

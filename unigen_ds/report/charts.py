@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from unigen_ds.report.document import grouped, number_text
+from unigen_ds.report.document import group_digits, number_text
 
 WIDTH, HEIGHT = 1000, 300
 NUM_COLOURS = 8
 MOST_POINTS = 800
-"""Of a series; from more of them the smallest and the largest of each interval are drawn."""
+"""Points of a series that are drawn; of more points, the smallest and the largest of each interval are."""
 _LOG_RATIO = 30.0
 _LONG = 80
 """Values from which on a curve is drawn as its moving average, too."""
@@ -70,9 +70,9 @@ def chart(
     curves = [one for one in series if one.points]
     if not curves:
         return None
-    scaled = [y for one in ([s for s in curves if s.scale] or curves) for _, y in one.points]
-    log = min(scaled) > 0 and (max(scaled) / min(scaled) > _LOG_RATIO if log is None else log)
-    low, high, y_ticks = _log_axis(scaled) if log else _axis(scaled)
+    scale_values = [y for one in ([s for s in curves if s.scale] or curves) for _, y in one.points]
+    log = min(scale_values) > 0 and (max(scale_values) / min(scale_values) > _LOG_RATIO if log is None else log)
+    low, high, y_ticks = _log_axis(scale_values) if log else _axis(scale_values)
     xs = [x for one in curves for x, _ in one.points]
     margin = 0.5 if min(xs) == max(xs) else 0.0
     left, right = min(xs) - margin, max(xs) + margin
@@ -115,7 +115,7 @@ def chart(
     notes = [
         unit,
         "logarithmic scale" if log else "",
-        f"extremes of {MOST_POINTS // 2} intervals of up to {grouped(most)} values" if most > MOST_POINTS else "",
+        f"extremes of {MOST_POINTS // 2} intervals of up to {group_digits(most)} values" if most > MOST_POINTS else "",
     ]
     first, last = number_text(curves[0].points[0][1]), number_text(curves[0].points[-1][1])
     return {

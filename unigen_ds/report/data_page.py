@@ -16,13 +16,13 @@ from typing import Any
 
 from PIL import Image
 
+from unigen_ds.data.batches.display import ShownImage, ShownSample, ShownToken, display_samples
 from unigen_ds.data.batches.loader import MicroBatch
-from unigen_ds.data.batches.shown import ShownImage, ShownSample, ShownToken, shown
 from unigen_ds.data.batches.statistics import describe_data, epoch_balance, first_rows, reasons, titles, tokens_of
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.report.document import data_uri, grouped, number_text, percent, plural, write_document
+from unigen_ds.report.document import data_uri, group_digits, number_text, percent, plural, write_document
 
-KINDS = ("text", "image", "other")
+_KINDS = ("text", "image", "other")
 LARGEST = 128
 """Pixels of a side of a picture."""
 _ROLES = {
@@ -71,37 +71,37 @@ def write_data_page(
 
 
 def _balance(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float, list[dict[str, Any]]]]:
-    """For all sources and each of several: its samples, and bars of tokens and of targets by kind."""
+    """Return the samples, and bars of tokens and of targets by kind, of all sources and of each of several."""
     total = {key: sum(one[key] for one in sources.values()) for key in next(iter(sources.values()))}
     bars = []
     for name, one in ({"all sources": total, **sources} if len(sources) > 1 else sources).items():
-        stacked = []
+        rows = []
         for label, key in (("tokens", "tokens"), ("loss targets", "targets")):
-            parts = {kind: value for kind in KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
+            parts = {kind: value for kind in _KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
             whole = sum(parts.values())
-            texts = [f"{kind} {grouped(value)} ({percent(value / whole)})" for kind, value in parts.items()]
+            texts = [f"{kind} {group_digits(value)} ({percent(value / whole)})" for kind, value in parts.items()]
             text = f"{label}: {', '.join(texts) or 'none'}"
-            stacked.append({"text": text, "bar": [(f"k-{kind}", kind, value / whole) for kind, value in parts.items()]})
-        bars.append((name, one["samples"], stacked))
+            rows.append({"text": text, "bar": [(f"k-{kind}", kind, value / whole) for kind, value in parts.items()]})
+        bars.append((name, one["samples"], rows))
     return bars
 
 
 def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any, notes: Mapping[str, str]) -> dict[str, Any]:
     (row,) = one.rows
-    samples, (planned,) = shown(one.batch, processor), tokens_of(stream, [row])
+    samples, (plan,) = display_samples(one.batch, processor), tokens_of(stream, [row])
     own = [sample for sample in samples if sample.id]
     share = sum(sample.num_tokens for sample in own) / stream.seq_length
     targets = {
         term: sum(sample.targets.get(term, 0) for sample in samples) if term in samples[0].targets else round(weight)
         for term, weight in one.batch.target_counts().items()
     }
-    lengths = [*planned, *(sample.num_tokens for sample in samples[len(planned) :])]
+    lengths = [*plan, *(sample.num_tokens for sample in samples[len(plan) :])]
     return {
         "number": one.cursor.sequences - 1,
         "facts": [
-            f"{percent(share)} of {grouped(stream.seq_length)} tokens used",
+            f"{percent(share)} of {group_digits(stream.seq_length)} tokens used",
             plural(len(own), "sample"),
-            *(f"{grouped(count)} {term} targets" for term, count in targets.items() if count),
+            *(f"{group_digits(count)} {term} targets" for term, count in targets.items() if count),
         ],
         "fill": [(f"p{k % 2}", sample.id, sample.num_tokens / stream.seq_length) for k, sample in enumerate(own)],
         "samples": [
@@ -110,15 +110,15 @@ def _sequence(stream: SequenceStream, one: MicroBatch, processor: Any, notes: Ma
     }
 
 
-def _sample(sample: ShownSample, planned: int, note: str | None) -> dict[str, Any]:
+def _sample(sample: ShownSample, num_planned: int, note: str | None) -> dict[str, Any]:
     facts = [plural(sample.num_tokens, "token"), *([note] if note else [])]
     facts += [plural(count, f"{term} target") for term, count in sample.targets.items() if count]
     if sample.targets and not any(sample.targets.values()):
         facts.append("nothing to learn")
-    if sample.num_tokens < planned:
-        facts.append(f"{grouped(planned - sample.num_tokens)} left out by condition dropout")
-    skipped = f"Skipped, {plural(sample.num_tokens, 'token')} of padding: {sample.skipped}" if sample.skipped else ""
-    return {"id": sample.id, "facts": facts, "skipped": skipped, "parts": [] if skipped else [*_parts(sample)]}
+    if sample.num_tokens < num_planned:
+        facts.append(f"{group_digits(num_planned - sample.num_tokens)} left out by condition dropout")
+    reason = f"Skipped, {plural(sample.num_tokens, 'token')} of padding: {sample.why}" if sample.why else ""
+    return {"id": sample.id, "facts": facts, "skipped": reason, "parts": [] if reason else [*_parts(sample)]}
 
 
 def _parts(sample: ShownSample) -> Iterator[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _parts(sample: ShownSample) -> Iterator[dict[str, Any]]:
     for padding, run in groupby(sample.parts, key=lambda part: isinstance(part, ShownToken) and part.kind == "padding"):
         parts = [*run]
         if padding:
-            yield {"text": f"{grouped(len(parts))} × padding", "css": "s"}
+            yield {"text": f"{group_digits(len(parts))} × padding", "css": "s"}
             continue
         for part in parts:
             if isinstance(part, ShownImage):

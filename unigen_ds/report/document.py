@@ -40,7 +40,7 @@ def _environment() -> jinja2.Environment:
         finalize=lambda value: value if isinstance(value, Markup) else printable(value),
     )
     environment.filters |= {
-        "count": grouped, "number": number_text, "percent": percent, "plural": plural, "seconds": seconds_text,
+        "count": group_digits, "number": number_text, "percent": percent, "plural": plural, "seconds": seconds_text,
         "time_of": time_of, "value": value_text, "script_json": _script_json,
     }  # fmt: skip
     environment.tests["long"] = lambda value: any(len(word) > _LONG for word in str(value).split())
@@ -84,7 +84,7 @@ def value_text(value: object) -> str:
     if isinstance(value, float):
         return number_text(value)
     if isinstance(value, int):
-        return grouped(value)
+        return group_digits(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -96,10 +96,10 @@ def number_text(value: float | None) -> str:
         return "0"
     if abs(value) >= 1e15 or abs(value) < 1e-4:
         return f"{value:.3g}"
-    return grouped(value) if abs(value) >= 1e4 else f"{value:.4g}"
+    return group_digits(value) if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def grouped(value: float | None) -> str:
+def group_digits(value: float | None) -> str:
     """A whole number with separators."""
     return "–" if value is None else f"{round(value):,}"
 
@@ -120,7 +120,7 @@ def percent(share: float | None) -> str:
 
 def plural(count: int, one: str, many: str | None = None) -> str:
     """``1 line``, ``1,204 lines``."""
-    return f"{grouped(count)} {one if count == 1 else many or one + 's'}"
+    return f"{group_digits(count)} {one if count == 1 else many or one + 's'}"
 
 
 def time_of(value: object) -> datetime | None:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unigen_ds.checkpoint.store import Found
+from unigen_ds.checkpoint.store import Candidate
 from unigen_ds.report.charts import Mark, Series, chart
 from unigen_ds.report.document import (
     TableCell,
     data_uri,
-    grouped,
+    group_digits,
     number_text,
     percent,
     plural,
@@ -23,15 +23,15 @@ from unigen_ds.report.document import (
     value_text,
     write_document,
 )
-from unigen_ds.report.goodput import PARTS, Spent, spent_by_start
+from unigen_ds.report.goodput import PARTS, TimeSpent, spent_by_start
 from unigen_ds.report.reading import (
     POSITION,
     Line,
     WorkDir,
     attempt,
     changes,
+    finite,
     flat,
-    number,
     read_work_dir,
     run_names,
     validation_losses,
@@ -42,7 +42,7 @@ MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
 _NOT_COMPARED = ("work_dir", "checkpoint_dir", "resume")
 _STATES = {"ok": "good", "warn": "warn", "block": "bad"}
-_CHANGED = {"True": " with changes that are not committed", "False": " no changes"}
+_GIT_NOTES = {"True": " with changes that are not committed", "False": " no changes"}
 _MAIN = {"loss", "grad_norm", "tokens_per_second", "memory", "memory_reserved", "time/update", "time/data"}
 _BATCH = ("geometry.batch_size", "geometry.accumulative_counts", "geometry.dp_size")
 _PROCESSES = ("topology.", "machine.")
@@ -62,22 +62,22 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
     """Key numbers, and the keys of the configs of the last starts that differ."""
     rows = []
     for name, run in runs.items():
-        spent, last = sum(spent_by_start(run.starts), Spent()), run.last
+        time, last = sum(spent_by_start(run.starts), TimeSpent()), run.last
         rows.append((
-            name, last.get("update"), last.get("sequences"), number(last.get("loss")), (run.best_loss or [None])[0],
-            number(last.get("tokens_per_second")), spent.goodput, spent.total, len(run.starts),
+            name, last.get("update"), last.get("sequences"), finite(last.get("loss")), (run.best_loss or [None])[0],
+            finite(last.get("tokens_per_second")), time.goodput, time.total, len(run.starts),
         ))  # fmt: skip
-    known = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
-    keys = sorted({key for config in known.values() for key in config if key not in _NOT_COMPARED})
-    texts = {key: [value_text(c[key]) if key in c else "not given" for c in known.values()] for key in keys}
+    configs = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
+    keys = sorted({key for config in configs.values() for key in config if key not in _NOT_COMPARED})
+    texts = {key: [value_text(c[key]) if key in c else "not given" for c in configs.values()] for key in keys}
     differences = [(key, *values) for key, values in texts.items() if len(set(values)) > 1]
     return {
         "rows": rows,
-        "with_config": [*known],
+        "with_config": [*configs],
         "differences": differences,
         "num_equal": len(keys) - len(differences),
         "not_compared": _NOT_COMPARED,
-        "without_config": [name for name in runs if name not in known],
+        "without_config": [name for name in runs if name not in configs],
     }
 
 
@@ -93,7 +93,7 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     return {
         "run": run,
         "chips": _chips(run),
-        "last": {key: number(run.last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
+        "last": {key: finite(run.last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
         "best_loss": run.best_loss,
         "time": _time(run),
         "curves": main,
@@ -104,7 +104,7 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "picture_note": picture_note,
         "checkpoints": [_checkpoint(run, entry) for entry in run.checkpoints],
         "resumes": _resumes(run),
-        "skipped": Counter(str(line.get("why", "–")) for line in run.skipped).most_common(),
+        "skipped": Counter(str(line.get("why", "–")) for line in run.skips).most_common(),
         "environment": _environment(run),
         "config": sorted((key, value_text(value)) for key, value in config.items()),
         "config_text": config_text,
@@ -113,21 +113,21 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
 
 def points(lines: Iterable[Line], key: str) -> list[tuple[float, float]]:
     """(update, value) of every line that has finite numbers."""
-    pairs = ((number(line.get("update")), number(line.get(key))) for line in lines)
+    pairs = ((finite(line.get("update")), finite(line.get(key))) for line in lines)
     return [(at, value) for at, value in pairs if at is not None and value is not None]
 
 
 def marks_of(run: WorkDir) -> list[Mark]:
     """A mark at each start after the first, with what it changed."""
     marks = []
-    for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
+    for index, (start, differences) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
         if not index:
             continue
-        kind = "topology" if any(key.startswith(_PROCESSES) for key in changed) else "resume"
-        kind = "batch" if any(key in changed for key in _BATCH) else kind
+        kind = "topology" if any(key.startswith(_PROCESSES) for key in differences) else "resume"
+        kind = "batch" if any(key in differences for key in _BATCH) else kind
         edits = ", ".join(
             f"{key.partition('.')[2]} {value_text(before)} → {value_text(now)}"
-            for key, (before, now) in changed.items()
+            for key, (before, now) in differences.items()
             if key.startswith(("geometry.", *_PROCESSES))
         )
         text = f"start {index + 1} from update {start.update}" + (f": {edits}" if edits else "")
@@ -138,7 +138,7 @@ def marks_of(run: WorkDir) -> list[Mark]:
 def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts of the training: the main ones, and all others."""
     lines, marks = run.updates, marks_of(run)
-    keys = [*dict.fromkeys(key for line in lines for key in line if number(line[key]) is not None)]
+    keys = [*dict.fromkeys(key for line in lines for key in line if finite(line[key]) is not None)]
     terms = [key for key in keys if key.startswith("loss/")]
     rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
 
@@ -150,9 +150,9 @@ def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
 
     void = [
-        Series(f"made void by a resume{f' ({i})' * (len(run.abandoned) > 1)}", points(part, "loss"), style="faint",
+        Series(f"made void by a resume{f' ({i})' * (len(run.void_lines) > 1)}", points(part, "loss"), style="faint",
                scale=False)
-        for i, part in enumerate(run.abandoned, start=1)
+        for i, part in enumerate(run.void_lines, start=1)
     ]  # fmt: skip
     main = [
         chart("Loss", [Series("loss", points(lines, "loss")), *void], x_label="update", marks=marks, compact=False),
@@ -163,10 +163,10 @@ def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         figure("Time of an update", ["time/update", "time/data"], unit="seconds"),
         figure("Memory", [key for key in keys if key.startswith("memory")], unit="MiB"),
     ]
-    known = {*terms, *rates, *_MAIN, *POSITION, "applied"}
+    elsewhere = {*terms, *rates, *_MAIN, *POSITION, "applied"}
     rest: dict[str, list[str]] = {}
     for key in keys:
-        if key not in known and not key.startswith("val/"):
+        if key not in elsewhere and not key.startswith("val/"):
             rest.setdefault(key.partition("/")[0], []).append(key)
     more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
     return [one for one in main if one is not None], [one for one in more if one is not None]
@@ -208,8 +208,8 @@ def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], st
             missing = len(pictures) - number_read
             break
         if content:
-            figures.append((file.name if update is None else f"update {grouped(update)}", data_uri(content)))
-    note = f"The first {plural(missing, 'picture')} of {grouped(len(pictures))} left out (--max-pictures-mib)."
+            figures.append((file.name if update is None else f"update {group_digits(update)}", data_uri(content)))
+    note = f"The first {plural(missing, 'picture')} of {group_digits(len(pictures))} left out (--max-pictures-mib)."
     return figures[::-1], note if missing else ""
 
 
@@ -233,12 +233,12 @@ def _chips(run: WorkDir) -> list[tuple[str, str]]:
 
 def _time(run: WorkDir) -> dict[str, Any]:
     """Lost time and goodput, then a row for each start."""
-    spent = spent_by_start(run.starts)
-    total = sum(spent, Spent())
+    times = spent_by_start(run.starts)
+    total = sum(times, TimeSpent())
     rows = []
-    for i, (start, one) in enumerate(zip(run.starts, spent, strict=True)):
-        end = start.end or ("killed" if i + 1 < len(spent) else "killed or running")
-        updates = f"{grouped(start.update)} – {grouped(start.reached)}"
+    for i, (start, one) in enumerate(zip(run.starts, times, strict=True)):
+        end = start.end or ("killed" if i + 1 < len(times) else "killed or running")
+        updates = f"{group_digits(start.update)} – {group_digits(start.end_update)}"
         seconds = [getattr(one, part) for part in PARTS]
         rows.append((i + 1, start.record.get("time"), updates, end, one.goodput, *seconds))
     shares = [(part, getattr(total, part), getattr(total, part) / (total.total or 1)) for part in PARTS]
@@ -279,15 +279,15 @@ def _validation(run: WorkDir) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
-    manifest, abandoned = entry.manifest, run.lineage.abandoned
+def _checkpoint(run: WorkDir, entry: Candidate) -> tuple[Any, ...]:
+    manifest, void = entry.manifest, run.lineage.abandoned
     usable = [
-        one.path for one in run.checkpoints if not one.problem and one.manifest and one.manifest.commit not in abandoned
+        one.path for one in run.checkpoints if not one.problem and one.manifest and one.manifest.commit not in void
     ]
     chips: list[tuple[str, ...]] = []
     if entry.problem is not None:
         chips.append(("damaged", "bad", entry.problem))
-    elif manifest is not None and manifest.commit in abandoned:
+    elif manifest is not None and manifest.commit in void:
         chips.append(("abandoned", "warn"))
     elif usable[-1:] == [entry.path]:
         chips.append(("newest", ""))
@@ -296,7 +296,7 @@ def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
     if manifest is None:
         return entry.path.name, None, "–", "–", "–", None, "–", "–", chips
     split = manifest.geometry.batch_size, manifest.geometry.dp_size, manifest.geometry.accumulative_counts
-    metrics = ", ".join(f"{name} {number_text(number(value))}" for name, value in manifest.metrics.items())
+    metrics = ", ".join(f"{name} {number_text(finite(value))}" for name, value in manifest.metrics.items())
     return (
         entry.path.name,
         manifest.progress.updates,
@@ -313,12 +313,12 @@ def _checkpoint(run: WorkDir, entry: Found) -> tuple[Any, ...]:
 def _resumes(run: WorkDir) -> list[dict[str, Any]]:
     resumes = []
     configs = [flat(start.record["config"]) for start in run.starts]
-    for index, (start, changed) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
+    for index, (start, differences) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
         if not index:
             continue
         before, now = configs[index - 1], configs[index]
         keys = sorted({*before, *now} - {"resume", "load_from"}) if before and now else ()
-        edited = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
+        edits = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
         findings = []
         for one in start.record["findings"]:
             status = str(one.get("status"))
@@ -329,8 +329,8 @@ def _resumes(run: WorkDir) -> list[dict[str, Any]]:
             "number": index + 1,
             "update": start.update,
             "source": str(start.record.get("checkpoint") or "the beginning"),
-            "num_edited": len(edited),
-            "differences": [(key, *map(value_text, values)) for key, values in {**changed, **edited}.items()],
+            "num_edited": len(edits),
+            "differences": [(key, *map(value_text, values)) for key, values in {**differences, **edits}.items()],
             "noted": [row for row in findings if row[0][0][0] != "ok"],
             "findings": findings,
         })  # fmt: skip
@@ -348,8 +348,8 @@ def _environment(run: WorkDir) -> list[tuple[str, Any]]:
         entries |= {key: value_text(value) for key, value in record[name].items()}
     for name, part in record["git"].items():
         if isinstance(part, Mapping):
-            commit, changed = str(part.get("commit", "–"))[:40], _CHANGED.get(str(part.get("changed")), "")
-            entries[f"git commit of the {name}"] = TableCell(commit, "code", changed)
+            commit, note = str(part.get("commit", "–"))[:40], _GIT_NOTES.get(str(part.get("changed")), "")
+            entries[f"git commit of the {name}"] = TableCell(commit, "code", note)
     if not record["git"]:
         entries["git commit"] = "none: the code is in no git repository"
     entries |= {key: str(value) for key, value in record["versions"].items()}

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.home import HINT as HOME_HINT
-from unigen_ds.checkpoint.home import home_of
+from unigen_ds.checkpoint.home import LINK, home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.checkpoint.store import Lineage
@@ -29,8 +28,8 @@ from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, T
 
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
 SCORES = "evaluations"
-"""Of the metrics of ``EvaluateHook``, whose lines in ``metrics.jsonl`` have the same values without provenance."""
-STATISTICS = "training_stats"
+"""Folder of ``EvaluateHook``'s metrics; its lines in ``metrics.jsonl`` have the same values without provenance."""
+_STATISTICS = "training_stats"
 """Event of the lines with the statistics over ranks."""
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
@@ -40,7 +39,7 @@ Line = dict[str, Any]
 """A line of a file of JSON lines."""
 Problems = list[tuple[str, str]]
 """Names of files and what is wrong with them."""
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class RunStart:
     """The lines of ``metrics.jsonl`` and ``ledger.jsonl`` that this start wrote, void ones too."""
 
     @property
-    def reached(self) -> int:
+    def end_update(self) -> int:
         """The last update that any file has. A late result belongs to an earlier update than its line."""
         own = [line for line in (*self.times, *self.lines) if line.get("event") in (None, "time", "end")]
         return max([self.update, *(line.get("update", 0) for line in own)])
@@ -70,7 +69,7 @@ class RunStart:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationResult:
     """A validation or an evaluation: a line of ``metrics.jsonl``, or a file of results."""
 
     update: int | None
@@ -88,14 +87,14 @@ class WorkDir:
     starts: Sequence[RunStart]
     updates: Sequence[Line]
     """Lines of updates that count, one for each update that was logged, in order."""
-    abandoned: Sequence[Sequence[Line]]
+    void_lines: Sequence[Sequence[Line]]
     """Lines that a resume made void, by the start that wrote them."""
-    evaluations: Sequence[Evaluated]
-    checkpoints: Sequence[store.Found]
+    evaluations: Sequence[EvaluationResult]
+    checkpoints: Sequence[store.Candidate]
     lineage: Lineage
     best: str | None
     """Name of the best checkpoint."""
-    skipped: Sequence[Line]
+    skips: Sequence[Line]
     previews: Sequence[tuple[int | None, Path]]
     """Update and file, in order; None: a picture of another name."""
     config: Mapping[str, Any]
@@ -126,21 +125,21 @@ def read_work_dir(path: Path) -> WorkDir:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory", remedy="name the work dir of a run")
     if not any((path / name).exists() for name in _OF_A_RUN) and not any(path.glob(f"*/{MANIFEST}")):
-        allowed = "a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint"
-        raise CheckpointError(f"{path} is no run", allowed=allowed)
+        choices = "a folder with " + ", ".join(_OF_A_RUN) + " or a checkpoint"
+        raise CheckpointError(f"{path} is no run", allowed=choices)
     problems: Problems = []
     metrics = _journal(path / METRICS_FILE, problems)
     ledger = _journal(path / LEDGER_FILE, problems)
     starts = _starts(_journal(path / TIMELINE_FILE, problems), metrics, ledger)
-    home = attempt(HOME_HINT, lambda: home_of(path), path, problems)
-    checkpoints = attempt(path.name, lambda: store.list_checkpoints(home), list[store.Found](), problems)
+    home = attempt(LINK, lambda: home_of(path), path, problems)
+    checkpoints = attempt(path.name, lambda: store.list_checkpoints(home), list[store.Candidate](), problems)
     manifests = [entry.manifest for entry in checkpoints if entry.manifest is not None]
     config = starts[-1].record["config"] if starts else {}
     if not config and manifests:
         config = manifests[-1].config
     valid = in_effect(metrics)
-    counted = {id(line) for line in valid}
-    void = ([line for line in lines if id(line) not in counted] for _, lines in _by_start(metrics))
+    valid_ids = {id(line) for line in valid}
+    void = ([line for line in lines if id(line) not in valid_ids] for _, lines in _by_start(metrics))
     best = _text(home / BEST_HINT, problems) if (home / BEST_HINT).exists() else None
     digits = {file: re.search(r"(\d{1,18})(?=\D*$)", file.stem) for file in (path / PREVIEWS).glob("*.png")}
     previews = [(int(match[1]) if match else None, file) for file, match in digits.items()]
@@ -149,12 +148,12 @@ def read_work_dir(path: Path) -> WorkDir:
         name=path.resolve().name,
         starts=starts,
         updates=lines_of_updates(valid),
-        abandoned=[updates for lines in void if (updates := lines_of_updates(lines))],
+        void_lines=[updates for lines in void if (updates := lines_of_updates(lines))],
         evaluations=evaluations(path, valid, problems),
         checkpoints=checkpoints,
         lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
         best=best and Path(best.strip()).name,
-        skipped=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
+        skips=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
         previews=sorted(previews, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name)),
         config=mask_secrets(config),
         config_text=_text(path / CONFIG_FILE, problems),
@@ -169,7 +168,7 @@ def run_names(work_dirs: Sequence[Path]) -> dict[str, Path]:
     if twice:
         raise ConfigError(f"given twice: {', '.join(twice)}", remedy="name each work dir once")
     common = os.path.commonpath([path.parent for path in paths])
-    return {str(path.relative_to(common)): given for path, given in zip(paths, work_dirs, strict=True)}
+    return {str(path.relative_to(common)): work_dir for path, work_dir in zip(paths, work_dirs, strict=True)}
 
 
 def mask_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,18 +186,18 @@ def mask_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _journal(path: Path, problems: Problems) -> list[Line]:
     nothing: tuple[list[Line], int] = ([], 0)
-    parsed, damaged = attempt(path.name, lambda: parse_lines(path), nothing, problems)
+    records, num_damaged = attempt(path.name, lambda: parse_lines(path), nothing, problems)
     lines = [
-        one for one in parsed if is_count(one.get("updates") if one.get("event") == "resume" else one.get("update", 0))
+        one for one in records if is_count(one.get("updates") if one.get("event") == "resume" else one.get("update", 0))
     ]
-    if wrong := damaged + len(parsed) - len(lines):
-        problems.append((path.name, f"{wrong} of {len(parsed) + damaged} lines are damaged and left out"))
+    if wrong := num_damaged + len(records) - len(lines):
+        problems.append((path.name, f"{wrong} of {len(records) + num_damaged} lines are damaged and left out"))
     if not path.exists():
         problems.append((path.name, "is missing"))
     return lines
 
 
-def number(value: object) -> float | None:
+def finite(value: object) -> float | None:
     """Return a finite number as float, and None for everything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         return None
@@ -239,13 +238,13 @@ def _starts(timeline: Iterable[Line], *journals: Iterable[Line]) -> list[RunStar
     for line in timeline:
         if line.get("event") == "start":
             pairs.append((line, []))
-        elif pairs and line.get("event") in ("time", "end") and number(line.get("seconds")) is not None:
+        elif pairs and line.get("event") in ("time", "end") and finite(line.get("seconds")) is not None:
             pairs[-1][1].append(line)
     parts = [_by_start(lines) for lines in journals]
     starts = []
     for line, times in reversed(pairs):
-        listed = line.get("findings")
-        findings = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+        records = line.get("findings")
+        findings = [one for one in records if isinstance(one, Mapping)] if isinstance(records, list) else []
         record = {**line, **{name: _mapping(line, name) for name in _PARTS}, "findings": findings}
         update = record.get("update", 0)
         own = [part.pop()[1] for part in parts if part and part[-1][0] == update]
@@ -257,17 +256,17 @@ def _text(file: Path, problems: Problems, *, name: str | None = None) -> str | N
     return attempt(name or file.name, lambda: file.read_text(encoding="utf-8", errors="replace"), None, problems)
 
 
-def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[Evaluated]:
+def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[EvaluationResult]:
     """Those of the valid lines, and of ``eval_results/**/*.json``, ``evaluations/*.json`` and ``results.json``: what
     ``write_results`` wrote, ``{"values", "provenance"}``, or names and numbers. A value that a file has with its
     provenance is left out of the lines. The result of another process is read by the rules of ``AsyncEvaluateHook``,
     and has the names that it logs.
     """
-    lines = [line for line in lines if "update" in line and line.get("event") != STATISTICS]
-    logged = [key for line in lines if line.get("event") == "async_evaluation" for key in line if "/" in key]
-    prefix = logged[0].partition("/")[0] if logged else None  # None: the run has no such hook, or no result of it yet
+    lines = [line for line in lines if "update" in line and line.get("event") != _STATISTICS]
+    names = [key for line in lines if line.get("event") == "async_evaluation" for key in line if "/" in key]
+    prefix = names[0].partition("/")[0] if names else None  # None: the run has no such hook, or no result of it yet
     scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))
-    of_files: list[Evaluated] = []
+    of_files: list[EvaluationResult] = []
     for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *path.glob("results.json")):
         name = str(file.relative_to(path))
         text = _text(file, problems, name=name)
@@ -296,21 +295,21 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
             }
             if own:
                 of_files.append(
-                    Evaluated(int(update[1]) if update else None, own, _mapping(part, "provenance"), origin)
+                    EvaluationResult(int(update[1]) if update else None, own, _mapping(part, "provenance"), origin)
                 )
-    stored = {(one.update, key) for one in of_files for key in one.values}
+    file_keys = {(one.update, key) for one in of_files for key in one.values}
     of_lines = []
     for line in lines:
         event = line.get("event")
-        candidates = {key: number(line[key]) for key in line if event is not None or key.startswith("val/")}
+        candidates = {key: finite(line[key]) for key in line if event is not None or key.startswith("val/")}
         own = {
             key: n
             for key, n in candidates.items()
-            if n is not None and key not in POSITION and (line["update"], key) not in stored
+            if n is not None and key not in POSITION and (line["update"], key) not in file_keys
         }
         if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"
-            of_lines.append(Evaluated(line["update"], own, _mapping(line, "provenance"), origin))
+            of_lines.append(EvaluationResult(line["update"], own, _mapping(line, "provenance"), origin))
     return [*of_lines, *of_files]
 
 
@@ -335,7 +334,7 @@ def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) 
     return values
 
 
-def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) -> T:
+def attempt(name: str, read: Callable[[], _T], default: _T, problems: Problems) -> _T:
     """What ``read`` returns. Where it fails: ``default``, and one more of ``problems``."""
     try:
         return read()
@@ -349,7 +348,7 @@ def attempt(name: str, read: Callable[[], T], default: T, problems: Problems) ->
 
 
 def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
-    """For each start what differs from the one before: ``geometry.batch_size -> (before, now)`` and so on."""
+    """Return what each start changed compared with the one before: ``geometry.batch_size -> (before, now)``, ..."""
     identities = []
     for record in (start.record for start in starts):
         parts = {name: record[name] for name in ("geometry", "topology", "versions", "git")}

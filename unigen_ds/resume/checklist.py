@@ -29,7 +29,7 @@ def run(manifest: Manifest, proposal: Proposal) -> list[Finding]:
     stored side of ``_NOT_STORED`` is not known.
     """
     findings = []
-    for check in (*CHECKS, *RESUME_CHECKS.module_dict.values()):
+    for check in (*_CHECKS, *RESUME_CHECKS.module_dict.values()):
         for finding in check(manifest, proposal):
             if proposal.unknown and finding.id in _NOT_STORED:
                 now = _NOT_STORED[finding.id] or finding.now
@@ -55,8 +55,8 @@ _NOT_STORED = {
 
 
 def check_checkpoint(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    compared = "every byte" if proposal.hashed else "sizes"
-    content = f"{len(manifest.files)} files, {manifest.size / 2**20:,.1f} MiB, {compared} compared"
+    what = "every byte" if proposal.hashed else "sizes"
+    content = f"{len(manifest.files)} files, {manifest.size / 2**20:,.1f} MiB, {what} compared"
     yield Finding("checkpoint.complete", "ok", "complete", content, guide=1)
     was = f"iteration {manifest.iteration}, update {manifest.progress.updates}"
     now = f"full resume of weights, moments, schedule and data position from {proposal.checkpoint}"
@@ -75,11 +75,11 @@ def check_disk(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
         return
     fits = proposal.free_bytes // max(manifest.size, 1)
     keep = proposal.saves["max_keep_ckpts"]
-    needed = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
-    needed += proposal.saves["form"] == "full"  # made from the files of the engine, which are deleted then
+    count = 2 if keep == -1 else keep + 1  # the new one is durable before the oldest is deleted
+    count += proposal.saves["form"] == "full"  # made from the files of the engine, which are deleted then
     was = f"a checkpoint of {size_text(manifest.size)}"
-    now = f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {needed} are needed at a time"
-    if fits >= needed:
+    now = f"{size_text(proposal.free_bytes)} free: {fits} more would fit, {count} are needed at a time"
+    if fits >= count:
         yield Finding("disk.free", "ok", was, now)
         return
     why = "the next checkpoints do not fit on the disk of the work dir"
@@ -108,14 +108,14 @@ def check_batch(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 
 def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    stored, ruler = Schedules.from_state_dict(manifest.schedule).total_sequences, manifest.ruler
+    total, ruler = Schedules.from_state_dict(manifest.schedule).total_sequences, manifest.ruler
     end, size = proposal.schedules.total_sequences, proposal.geometry.sequences_per_iteration
-    done = manifest.progress.sequences
+    position = manifest.progress.sequences
     was, now = (
         f"iteration {manifest.progress.iteration(geometry):,} of {last / geometry.sequences_per_iteration:,.0f}"
         f" ({ruler.sequences_per_epoch / geometry.sequences_per_iteration:,.6g} an epoch):"
-        f" {done / ruler.sequences_per_epoch:.2f} epochs, {done / last:.1%}"
-        for geometry, last in ((manifest.geometry, stored), (proposal.geometry, end))
+        f" {position / ruler.sequences_per_epoch:.2f} epochs, {position / last:.1%}"
+        for geometry, last in ((manifest.geometry, total), (proposal.geometry, end))
     )
     why = ""
     if manifest.geometry.sequences_per_iteration != size:
@@ -126,16 +126,16 @@ def check_position(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
         epochs = manifest.iteration / per_epoch
         why = (
             f"sequences are counted, so nothing moves; the bare number {manifest.iteration} read at {per_epoch}"
-            f" iterations an epoch would be {epochs:.2f} epochs ({epochs * ruler.sequences_per_epoch / stored:.1%})"
+            f" iterations an epoch would be {epochs:.2f} epochs ({epochs * ruler.sequences_per_epoch / total:.1%})"
         )
     yield Finding("progress.position", "ok", was, now, why)
-    left, was, now = end - done, f"{stored:,.0f} sequences in all", f"{end:,.0f}"
-    if left < proposal.geometry.global_batch_size:
+    rest, was, now = end - position, f"{total:,.0f} sequences in all", f"{end:,.0f}"
+    if rest < proposal.geometry.global_batch_size:
         why = "the run is complete: nothing is left to train"
         yield Finding("progress.left", "warn", was, now, why, "raise train_cfg.max_epochs (or its other limits)")
-    elif stored != end:
+    elif total != end:
         why = "train_cfg was edited: training ends at another point"
-        yield Finding("progress.left", "warn", was, f"{now}: {left:,.0f} are left", why)
+        yield Finding("progress.left", "warn", was, f"{now}: {rest:,.0f} are left", why)
 
 
 def learning_rates(manifest: Manifest, schedules: Schedules) -> list[tuple[float, dict[str, float]]]:
@@ -144,22 +144,22 @@ def learning_rates(manifest: Manifest, schedules: Schedules) -> list[tuple[float
     rates_ahead = []
     for k in range(POINTS_AHEAD + 1):
         sequences = progress.sequences + max(0.0, end - progress.sequences) * k / POINTS_AHEAD
-        grown = sequences / progress.sequences if progress.sequences else 1.0
-        there = Progress(int(sequences), int(progress.samples * grown), int(progress.tokens * grown))
+        growth = sequences / progress.sequences if progress.sequences else 1.0
+        there = Progress(int(sequences), int(progress.samples * growth), int(progress.tokens * growth))
         rates = {group["name"]: group["lr"] for group in schedules.at(there)}
         rates_ahead.append((sequences / manifest.ruler.sequences_per_epoch, rates))
     return rates_ahead
 
 
 def check_learning_rate(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
-    stored, new = Schedules.from_state_dict(manifest.schedule), proposal.schedules
-    was, now = learning_rates(manifest, stored), learning_rates(manifest, new)
+    old, new = Schedules.from_state_dict(manifest.schedule), proposal.schedules
+    was, now = learning_rates(manifest, old), learning_rates(manifest, new)
     why = "the same function of the data consumed"
     if was != now:
-        reasons = ["param_scheduler was edited"] * (not stored.same_curves(new))
-        reasons += ["a learning rate was edited"] * (stored.base != new.base)
-        reasons += ["the length of training was edited"] * (stored.total_sequences != new.total_sequences)
-        reasons += [f"lr_scale was {stored.lr_scale:.4g} and is {new.lr_scale:.4g}"] * (stored.lr_scale != new.lr_scale)
+        reasons = ["param_scheduler was edited"] * (not old.same_curves(new))
+        reasons += ["a learning rate was edited"] * (old.base != new.base)
+        reasons += ["the length of training was edited"] * (old.total_sequences != new.total_sequences)
+        reasons += [f"lr_scale was {old.lr_scale:.4g} and is {new.lr_scale:.4g}"] * (old.lr_scale != new.lr_scale)
         why = " and ".join(reasons) + ": the new curve is followed from the present progress on"
     flat = all(rate == 0 for _, rates in now for rate in rates.values())
     if flat:
@@ -225,9 +225,9 @@ def check_data(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was, now = dict(manifest.topology), dict(proposal.topology)
-    stored, precision = was.pop("precision", None), now.pop("precision", "fp32")
+    old, precision = was.pop("precision", None), now.pop("precision", "fp32")
     why = "masters and moments are fp32 in all; results differ by its rounding"
-    yield _compare("precision", stored or "not known", precision, why, same=stored == precision)
+    yield _compare("precision", old or "not known", precision, why, same=old == precision)
     why = "bit-equal" if was == now else "loaded by parameter name; equal to float rounding, not to the bit"
     before, after = (
         ", ".join(f"{key} {value}" for key, value in sorted(side.items()) if value not in (None, False, [], ()))
@@ -267,7 +267,7 @@ def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     yield Finding("log.confirmation", "ok", f"update {updates:,}", f"look for: {then}", guide=5)
 
 
-CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
+_CHECKS: tuple[Callable[[Manifest, Proposal], Iterable[Finding]], ...] = (
     check_checkpoint,
     check_foreign,
     lambda manifest, proposal: model_findings(manifest, parameters=proposal.parameters, config=proposal.config),

@@ -18,7 +18,7 @@ from unigen_ds.data.batches.change import DataChange
 from unigen_ds.resume.geometry import MemoryPlan
 from unigen_ds.schedule.schedule import Schedules
 
-BUILT = "built"
+BUILT_KEY = "built"
 """Key of a stored config: what the config left to ``pretrained`` and to defaults, as the model was built."""
 _SIZES = (
     "model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size",
@@ -124,9 +124,9 @@ def plans(geometries: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Itera
 # What differs.
 
 
-def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
+def other_sizes(old: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
     """Sizes of the model that both state, differently; ``hidden``: only those that leave every shape as it was."""
-    was, now = _sizes(stored), _sizes(config)
+    was, now = _sizes(old), _sizes(config)
     return [
         f"{key} was {was[key]!r} and is {value!r}"
         for key, value in now.items()
@@ -134,35 +134,35 @@ def other_sizes(stored: Mapping[str, Any], config: Mapping[str, Any], *, hidden:
     ]
 
 
-def other_model(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Of a model of another kind: this explains all other differences, so it is the first."""
-    was, now = ((side.get("model") or {}).get("type") for side in (stored, config))
+def other_model(old: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Report another kind of model: this explains all other differences, so it is the first."""
+    was, now = ((side.get("model") or {}).get("type") for side in (old, config))
     return [f"model.type was {was!r} and is {now!r}"] if None not in (was, now) and was != now else []
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> size: as given; where nothing is given, as the model was built."""
-    built = (config.get(BUILT) or {}).get("model")
-    sizes = {**dict(_leaves(built, "model")), **dict(_leaves(config.get("model"), "model"))}
+    as_built = (config.get(BUILT_KEY) or {}).get("model")
+    sizes = {**dict(_leaves(as_built, "model")), **dict(_leaves(config.get("model"), "model"))}
     sizes |= dict(_leaves(config.get("lora"), "lora"))
     # transformers 5 writes rope_theta into rope_parameters, transformers 4 beside the other sizes
     return {key.replace("rope_parameters.rope_theta", "rope_theta"): v for key, v in sizes.items() if _is_size(key)}
 
 
-def edited_settings(stored: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+def edited_settings(old: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Everything else that changes what is learned."""
     was, now = (
         {key: value for section in _SECTIONS for key, value in _leaves(side.get(section), section)}
-        for side in (stored, config)
+        for side in (old, config)
     )
-    built = dict(_leaves((stored.get(BUILT) or {}).get("model"), "model"))
-    was = {**{key: built[key] for key in now.keys() & built.keys()}, **was}  # a default that is made explicit
-    passed = {*filter(_is_size, was.keys() & now.keys()), *_ELSEWHERE}
+    as_built = dict(_leaves((old.get(BUILT_KEY) or {}).get("model"), "model"))
+    was = {**{key: as_built[key] for key in now.keys() & as_built.keys()}, **was}  # a default that is made explicit
+    elsewhere = {*filter(_is_size, was.keys() & now.keys()), *_ELSEWHERE}
     edits = []
     for key in dict.fromkeys((*was, *now)):
         same = was.get(key) == now.get(key) and isinstance(was.get(key), bool) == isinstance(now.get(key), bool)
         without_name = re.sub(r"[:#][^]]*", "", key)
-        if same or key.endswith(".lr") or any(key == one or without_name.startswith(one + ".") for one in passed):
+        if same or key.endswith(".lr") or any(key == one or without_name.startswith(one + ".") for one in elsewhere):
             continue
         before, after = (repr(side[key]) if key in side else "not given" for side in (was, now))
         edits.append(f"{key} was {before} and is {after}")
@@ -189,11 +189,11 @@ def model_findings(
     manifest: Manifest, *, parameters: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> list[Finding]:
     """The findings on model and optimizer, by parameter names: computed again for the real model once it is built."""
-    stored, was = manifest.parameters, manifest.config
+    earlier, was = manifest.parameters, manifest.config
     model = other_sizes(was, config)
     quantized, now = ((side.get("model") or {}).get("quantize") or {} for side in (was, config))
     model += [f"{part} was {way} and is {now[part]}" for part, way in quantized.items() if now.get(part, way) != way]
-    shapes = misfit(*({row["name"]: tuple(row["shape"]) for row in rows} for rows in (stored, parameters)))
+    shapes = misfit(*({row["name"]: tuple(row["shape"]) for row in rows} for rows in (earlier, parameters)))
     if shapes:
         first, second = ((side.get("lora") or {}).get("target_modules") for side in (was, config))
         lists = [[value] if isinstance(value, str) else [*(value or ())] for value in (first, second)]
@@ -201,13 +201,13 @@ def model_findings(
             model.append(f"lora.target_modules was {first!r} and is {second!r}")
         model += [f"{name} is new" for name in shapes.missing] + [f"{name} is gone" for name in shapes.unexpected]
         model += [f"{name} was {[*before]} and is {[*after]}" for name, (before, after) in shapes.reshaped.items()]
-    trained = {row["name"]: row["trainable"] for row in parameters}
+    trainable = {row["name"]: row["trainable"] for row in parameters}
     frozen = [
         f"{row['name']} {'is frozen now' if row['trainable'] else 'was frozen and is trained'}"
-        for row in stored
-        if trained.get(row["name"], row["trainable"]) != row["trainable"]
+        for row in earlier
+        if trainable.get(row["name"], row["trainable"]) != row["trainable"]
     ]
-    number = f"{len(stored)} parameters"
+    number = f"{len(earlier)} parameters"
     findings = []
     for id, differences, same in (
         ("model.structure", model and other_model(was, config) + model, "the same names and shapes"),
@@ -225,7 +225,7 @@ def model_findings(
         why = "the optimizer is another one, which cannot use the stored state"
         remedy = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
         optimizer = Finding("optimizer.type", "block", kind, kind_now, why, remedy)
-    before, after = (", ".join(sorted({str(r["group"]) for r in rows if r["group"]})) for rows in (stored, parameters))
+    before, after = (", ".join(sorted({str(r["group"]) for r in rows if r["group"]})) for rows in (earlier, parameters))
     why = "moments follow the parameters by name into the new groups" if before != after else ""
     return [*findings, optimizer, Finding("optimizer.groups", "warn" if why else "ok", before, after, why)]
 

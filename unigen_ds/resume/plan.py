@@ -8,7 +8,7 @@ Called on rank 0, which sends the result to the others: a checkpoint is read com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -21,8 +21,10 @@ from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.data.order.order import Skip, merged_skips
 from unigen_ds.system.files import check_digests, read_line
 from unigen_ds.system.journals import METRICS_FILE, last_update
+from unigen_ds.system.log import notice
 
 NOT_RESUMED = "Not resumed from"
 """First words of a message about a newer checkpoint that cannot be used."""
@@ -42,13 +44,13 @@ class ResumePlan:
     load_cfg: LoadSettings = field(default_factory=LoadSettings)
     """What may differ where weights alone are loaded."""
     seed: int = 0
-    """Of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
+    """Seed of the run: the config's; where that is None the checkpoint's on a resume, else one that was drawn."""
     precision: str | None = None
-    """Of the run: the config's; where that is ``'auto'`` the one that rank 0 has chosen."""
+    """Precision of the run: the config's; where that is ``'auto'`` the one that rank 0 has chosen."""
     base: Base | None = None
-    """Of adapters: the files of the base, where they are now."""
+    """Present files of the base model, where adapters are trained."""
     lineage: store.Lineage | None = None
-    """On a resume: what the folder of the checkpoints records once the checkpoint is loaded."""
+    """What the folder of the checkpoints records once a resume has loaded its checkpoint."""
 
 
 def plan_resume(
@@ -64,7 +66,7 @@ def plan_resume(
     Raises ``ConfigError`` for a fresh start over checkpoints, and ``CheckpointError`` where none can be used.
     """
     listing = store.list_checkpoints(work_dir)
-    begun: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if resume == AUTO:
         plan = _newest(work_dir, listing, hashes=hashes)
         if plan.mode == "resume":
@@ -72,7 +74,7 @@ def plan_resume(
             return replace(plan, messages=(*plan.messages, *more))
         if load_from is None and not load_cfg:
             return plan
-        resume, begun = False, (f"No checkpoint found in {work_dir}: training begins from load_from.",)
+        resume, notes = False, (f"No checkpoint found in {work_dir}: training begins from load_from.",)
     if isinstance(resume, str) and load_from is not None:
         raise ConfigError(
             f"both resume={resume!r} and load_from={load_from!r} name a checkpoint",
@@ -84,7 +86,7 @@ def plan_resume(
             allowed="load_cfg with load_from and without resume",
             remedy="--cfg-options load_cfg=null load_from=null",
         )
-    allowed = load_cfg or LoadSettings()
+    settings = load_cfg or LoadSettings()
     if listing and not resume:
         names = ", ".join(checkpoint.path.name for checkpoint in listing[-3:])
         raise ConfigError(
@@ -103,19 +105,19 @@ def plan_resume(
         of_run = _newest(path, inside, hashes=hashes)
         assert of_run.checkpoint is not None and of_run.manifest is not None, "else it raises"
         manifest = of_run.manifest
-        begun += (*of_run.messages[:-1], f"{path} is the folder of a run: {of_run.checkpoint.name} is its newest.")
+        notes += (*of_run.messages[:-1], f"{path} is the folder of a run: {of_run.checkpoint.name} is its newest.")
         path = of_run.checkpoint
     else:
         if hashes:
             check_digests(path)
         manifest = None
-        begun += (f"{path} has no manifest: it is read as another trainer's checkpoint.",)
+        notes += (f"{path} has no manifest: it is read as another trainer's checkpoint.",)
     if not resume:
-        return ResumePlan("weights", path, manifest, begun, allowed)
+        return ResumePlan("weights", path, manifest, notes, settings)
     lineage = store.continued_lineage(work_dir, path, listing)
     if manifest is None:
-        return ResumePlan("resume", path, messages=begun, lineage=lineage)
-    messages = [*begun, f"Resumed from the checkpoint {path}."]
+        return ResumePlan("resume", path, messages=notes, lineage=lineage)
+    messages = [*notes, f"Resumed from the checkpoint {path}."]
     first = manifest.commit if store.is_inside(work_dir, path) else 0
     later = [f.path.name for f in listing if f.manifest and f.manifest.commit > first]
     if later:
@@ -126,22 +128,22 @@ def plan_resume(
     return ResumePlan("resume", path, manifest, tuple(messages), lineage=lineage)
 
 
-def _newest(work_dir: Path, listing: Sequence[store.Found], *, hashes: bool) -> ResumePlan:
-    checkpoint, rejected = store.newest(work_dir, hashes=hashes, listing=listing)
-    messages = [f"{NOT_RESUMED} {r.path}: {r.problem}" for r in rejected]
-    if checkpoint is None and rejected:
+def _newest(work_dir: Path, listing: Sequence[store.Candidate], *, hashes: bool) -> ResumePlan:
+    checkpoint, unusable = store.newest(work_dir, hashes=hashes, listing=listing)
+    messages = [f"{NOT_RESUMED} {r.path}: {r.problem}" for r in unusable]
+    if checkpoint is None and unusable:
         raise CheckpointError(
-            f"{work_dir} holds {len(rejected)} checkpoint(s) and none is usable: " + "; ".join(messages),
+            f"{work_dir} holds {len(unusable)} checkpoint(s) and none is usable: " + "; ".join(messages),
             remedy="repair them, name the one to resume from with --resume CKPT, or remove them; a run never starts"
             " from scratch without a message",
         )
-    done = checkpoint.manifest.progress.updates if checkpoint and checkpoint.manifest else 0
-    lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - done)
+    update = checkpoint.manifest.progress.updates if checkpoint and checkpoint.manifest else 0
+    num_lost = max(0, last_update(run_of(work_dir) / METRICS_FILE) - update)
     hint = read_line(work_dir / store.HINT)
-    again = f"{lost:,} updates after update {done:,}, which {METRICS_FILE} has, are trained again."
+    again = f"{num_lost:,} updates after update {update:,}, which {METRICS_FILE} has, are trained again."
     if hint is not None and not (work_dir / Path(hint).name).is_dir() and not Path(hint).is_dir():
         messages.append(f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}")
-    elif lost:
+    elif num_lost:
         what = "The newest checkpoint is older than the log: "
         messages.append(f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}" if hint is None else what + again)
     if checkpoint is None:
@@ -169,8 +171,8 @@ def checkpoint_directory(text: str) -> Path:
     inside = [each.path.name for each in store.list_checkpoints(path)] if path.is_dir() else []
     if whole:
         location = locate(path)
-        hinted = location in [path / name for name in inside]  # by our own hint: a resume without a name uses it
-        if not hinted and ((location / FILE_NAME).is_file() or foreign.is_known(location)):
+        in_hint = location in [path / name for name in inside]  # by our own hint: a resume without a name uses it
+        if not in_hint and ((location / FILE_NAME).is_file() or foreign.is_known(location)):
             return location
     if inside:
         return path
@@ -178,3 +180,35 @@ def checkpoint_directory(text: str) -> Path:
         inside = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and foreign.is_known(folder))
     hint = f"it holds {', '.join(inside)}: name one of them" if inside else None
     raise CheckpointError(f"{path} is not a checkpoint of this project: it has no {FILE_NAME}", remedy=hint)
+
+
+def join_skips(
+    new: Iterable[Skip], manifest: Manifest | None, lineage: store.Lineage | None, *, end: float
+) -> tuple[Skip, ...]:
+    """All ranges that a run leaves out, in order: its checkpoint's, later starts', and new ones. A range already
+    recorded may be asked for again, as in a repeated command.
+
+    Raises ``ConfigError`` for a new range that begins before the checkpoint, or beyond the ``end`` of the run.
+    """
+    now = manifest.progress.sequences if manifest else 0
+    old = [Skip(*skip) for skip in manifest.loader.get("skips", ())] if manifest else []
+    # what only the lineage has and begins before was trained on in this line of checkpoints
+    old += [skip for skip in lineage.skips if skip.first >= now] if lineage else []
+    result = merged_skips(old)
+    for skip in new:
+        if any(one.first <= skip.first and skip.stop <= one.stop for one in result):
+            continue
+        if skip.first < now:
+            raise ConfigError(
+                f"sequences {skip} cannot be left out: this run continues at sequence {now:,}, and those before it are"
+                " trained on",
+                allowed=f"ranges from {now} on",
+                remedy=f"--resume CKPT of a checkpoint at sequence {skip.first} or before",
+            )
+        if skip.first >= end:
+            raise ConfigError(f"sequences {skip} cannot be left out: the run ends at sequence {end:,.0f}")
+        for one in result:
+            if skip.first < one.stop and one.first < skip.stop:
+                notice(f"Sequences {skip} overlap {one}, which are left out already: each is left out once.")
+        result = merged_skips([*result, skip])
+    return result

@@ -52,7 +52,7 @@ class Point:
         return max(self.length - self.step, 0.0)
 
     @property
-    def done(self) -> float:
+    def position(self) -> float:
         """``since``, at most the last step: after ``end`` a curve keeps its value."""
         return min(self.since, self.last)
 
@@ -75,15 +75,15 @@ class PlacedCurve:
     """True: constant inside a step (mmengine's plain ``by_epoch=True``)."""
     arguments: Mapping[str, Any]
 
-    def map(self, given: float, *, base: float, progress: Progress) -> float:
-        """The value of this curve for ``given`` at ``progress``; ``given`` itself before ``begin``."""
+    def map(self, value: float, *, base: float, progress: Progress) -> float:
+        """The value of this curve for ``value`` at ``progress``; ``value`` itself before ``begin``."""
         position = float(progress.count(self.axis))
         if self.staircase:
             position = math.floor(position / self.step) * self.step
         if position < self.begin:
-            return given
+            return value
         length = math.inf if self.end is None else self.end - self.begin
-        point = Point(given=given, base=base, since=position - self.begin, length=length, step=self.step)
+        point = Point(given=value, base=base, since=position - self.begin, length=length, step=self.step)
         return CURVES.module_dict[self.type].evaluate(point, self.arguments)
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Curve:
             step = float(ruler.to_sequences(1, "iteration" if unit == "iteration" else "update"))
 
         def data(value: float) -> float:
-            """In the curve's axis; 0.07 epochs of 100 are 7, not 7.000000000000001."""
+            """Convert a position to the curve's axis; 0.07 epochs of 100 are 7, not 7.000000000000001."""
             amount = value if unit == "token" else ruler.to_sequences(value, unit)
             return float(round(amount)) if abs(amount - round(amount)) < 1e-6 else float(amount)
 
@@ -232,7 +232,7 @@ class LinearLR(Curve):
         start, end = arguments["start_factor"], arguments["end_factor"]
         if point.last == 0:  # a range of one step has no slope; mmengine would stay at start_factor
             return point.given * (end if point.past else start)
-        return point.given * (start + (end - start) * (point.done / point.last))
+        return point.given * (start + (end - start) * (point.position / point.last))
 
 
 @CURVES.register_module()
@@ -249,8 +249,8 @@ class ConstantLR(Curve):
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
-        held = not point.past if point.last == 0 else point.since < point.last
-        return point.given * arguments["factor"] if held else point.given
+        applies = not point.past if point.last == 0 else point.since < point.last
+        return point.given * arguments["factor"] if applies else point.given
 
 
 @CURVES.register_module()
@@ -294,7 +294,7 @@ class CosineAnnealingLR(Curve):
         period = point.length if arguments["T_max"] is None else arguments["T_max"]
         ratio = arguments["eta_min_ratio"]
         eta_min = (arguments["eta_min"] or 0.0) if ratio is None else point.base * ratio
-        return eta_min + (point.given - eta_min) * (1 + math.cos(math.pi * (point.done / period))) / 2
+        return eta_min + (point.given - eta_min) * (1 + math.cos(math.pi * (point.position / period))) / 2
 
 
 @CURVES.register_module()
@@ -314,7 +314,7 @@ class PolyLR(Curve):
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
         if point.last == 0:
             return point.given
-        rest = (point.last - point.done) / point.last
+        rest = (point.last - point.position) / point.last
         return arguments["eta_min"] + (point.given - arguments["eta_min"]) * rest ** arguments["power"]
 
 
@@ -337,8 +337,8 @@ class MultiStepLR(Curve):
 
     @staticmethod
     def evaluate(point: Point, arguments: Mapping[str, Any]) -> float:
-        passed = sum(milestone <= point.done for milestone in arguments["milestones"])
-        return point.given * arguments["gamma"] ** passed
+        count = sum(milestone <= point.position for milestone in arguments["milestones"])
+        return point.given * arguments["gamma"] ** count
 
 
 @CURVES.register_module()

@@ -17,20 +17,20 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from unigen_ds.config.registry import CURVES
-from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults
+from unigen_ds.config.section import AS_LIST, Component, Of, Section, argument_defaults
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Progress, Ruler
 from unigen_ds.schedule.curves import PlacedCurve
 
 VERSION = 1
-Curve = Annotated[Component, Of(CURVES)]
+CurveComponent = Annotated[Component, Of(CURVES)]
 
 
 class CurveList(Section):
     """The curves alone, for a use without a whole config."""
 
-    param_scheduler: Annotated[tuple[Curve, ...], LISTED] = Field(default=())
+    param_scheduler: Annotated[tuple[CurveComponent, ...], AS_LIST] = Field(default=())
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class Schedules:
         """Place the curves of a config by the first start's ``ruler``. None or an empty list: every group keeps its
         learning rate. Raises ``ConfigError`` naming the entry that cannot work."""
         curves = CurveList.parse({"param_scheduler": param_scheduler}).param_scheduler
-        placed: list[PlacedCurve] = []
+        placed_curves: list[PlacedCurve] = []
         for curve in curves:
             try:
-                placed.append(curve.build().place(ruler=ruler, total_sequences=total_sequences))
+                placed_curves.append(curve.build().place(ruler=ruler, total_sequences=total_sequences))
             except ConfigError as error:
                 raise error.at(curve.where) from error
-        if len({curve.axis for curve in placed}) == 1:  # sequences and tokens have no common order
-            placed.sort(key=lambda curve: curve.begin)
+        if len({curve.axis for curve in placed_curves}) == 1:  # sequences and tokens have no common order
+            placed_curves.sort(key=lambda curve: curve.begin)
         return cls(
-            curves=tuple(placed),
+            curves=tuple(placed_curves),
             base=_base(base),
-            config=config_text(curves),
+            config=curves_text(curves),
             total_sequences=float(total_sequences),
         )
 
@@ -120,18 +120,18 @@ class Schedules:
             raise CheckpointError(f"the stored schedule has no {error}") from error
 
 
-def config_text(curves: Sequence[Component]) -> str:
+def curves_text(curves: Sequence[Component]) -> str:
     """Curves as canonical JSON text: as given, keys sorted, numbers as floats."""
     return json.dumps([_plain({"type": curve.name, **curve.arguments}) for curve in curves], sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
-    """As JSON; an end of 4 and one of 4.0 are the same schedule."""
+    """Return a value of JSON, with floats for integers: an end of 4 and one of 4.0 are the same schedule."""
     return json_values(value, lambda leaf: float(leaf) if type(leaf) is int else leaf)
 
 
 def _complete(text: str) -> Any:
-    """The curves of a ``config_text`` with every default."""
+    """The curves of a ``curves_text`` with every default."""
     return [{**_plain(argument_defaults(CURVES.module_dict.get(one["type"]))), **one} for one in json.loads(text)]
 
 

@@ -19,7 +19,7 @@ EVALUATION = "evaluation"
 COMMUNICATION = "communication"
 """Section of ``system/clock.py``: on a CPU taken out of the section around it; on CUDA it may overlap with it."""
 
-Mark = Any
+_Mark = Any
 """A point in time: of the host, in seconds, or an event of a CUDA device."""
 
 
@@ -36,10 +36,10 @@ class Clock:
         self._sections: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         """Seconds by section since the clock was made; reading does not reset them."""
-        self._events: list[tuple[str, Mark, Mark]] = []
+        self._events: list[tuple[str, _Mark, _Mark]] = []
         """Section, begin and end of what the device may not have passed yet."""
         self._since = time.perf_counter()
-        self.section, self.passed = "start", 0
+        self.section, self.num_sections = "start", 0
         """What the thread that trains does, and how many sections it has begun."""
         self._current: str | None = None
         self._thread = threading.get_ident()
@@ -49,7 +49,7 @@ class Clock:
         """Whether a section of ``DEVICE_SECTIONS`` is being timed; on a CPU: by this thread."""
         return self._current is not None and (self.on_cuda or self._thread == threading.get_ident())
 
-    def mark(self) -> Mark:
+    def mark(self) -> _Mark:
         """Now: seconds on a CPU, on CUDA an event of the present stream."""
         if not self.on_cuda:
             return time.perf_counter()
@@ -57,7 +57,7 @@ class Clock:
         event.record()
         return event
 
-    def communicated(self, since: Mark) -> None:
+    def add_communication(self, since: _Mark) -> None:
         """Count communication inside of the present section, from a mark until now."""
         now = self.mark()
         if self.on_cuda:
@@ -72,7 +72,7 @@ class Clock:
         of_device = section in DEVICE_SECTIONS
         outer, outer_section, self._thread = self._current, self.section, threading.get_ident()
         self._current, self.section = section if of_device else None, section
-        self.passed += 1
+        self.num_sections += 1
         begin = self.mark() if of_device else time.perf_counter()
         try:
             yield
@@ -112,7 +112,7 @@ def begin() -> None:
     _since = time.perf_counter()
 
 
-def seconds() -> float | None:
+def start_duration() -> float | None:
     """Since the run began; None where none did."""
     global _since
     duration = None if _since is None else time.perf_counter() - _since
@@ -138,20 +138,20 @@ def count_communication(clock: Clock) -> Iterator[None]:
     kinds = [(td.ProcessGroup, name) for name in _METHODS] + [(td.Work, "wait")] if td.is_available() else []
     originals = [(kind, name, vars(kind)[name]) for kind, name in kinds if name in vars(kind)]
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_call(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
             if not clock.in_update:
                 return function(*arguments, **options)
             begin = clock.mark()
             result = function(*arguments, **options)
-            clock.communicated(begin)
+            clock.add_communication(begin)
             return result
 
         return call
 
     for kind, name, function in originals:
-        setattr(kind, name, timed(function))
+        setattr(kind, name, time_call(function))
     try:
         yield
     finally:

@@ -226,18 +226,18 @@ def gather_objects(value: Any) -> list[Any]:
     """The value of every rank, on every rank. For small values of our own making. Collective."""
     if _alone():
         return [value]
-    gathered: list[Any] = [None] * td.get_world_size()
-    td.all_gather_object(gathered, value)
-    return gathered
+    values: list[Any] = [None] * td.get_world_size()
+    td.all_gather_object(values, value)
+    return values
 
 
 def gather_to_main(value: Any) -> list[Any] | None:
     """The value of every rank, by rank, on rank 0; None elsewhere. Collective."""
     if _alone():
         return [value]
-    gathered: list[Any] | None = [None] * td.get_world_size() if is_main() else None
-    td.gather_object(value, gathered, dst=0)
-    return gathered
+    values: list[Any] | None = [None] * td.get_world_size() if is_main() else None
+    td.gather_object(value, values, dst=0)
+    return values
 
 
 def broadcast_object(value: Any) -> Any:

@@ -57,7 +57,7 @@ except OSError:  # then every process is on its own: nothing of another one coun
     PID_SPACE = secrets.token_hex(6)
 """Names where a process number means the same process as here: not in a container of the same host name."""
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
-_MADE: set[str] = set()
+_OWN_NAMES: set[str] = set()
 """Names that this process made: its threads may fill several temporaries of one name at a time."""
 _ABANDONED_S = 86400.0
 
@@ -66,7 +66,7 @@ def temporary_beside(path: Path, kind: str) -> Path:
     """A name of its own under which this process fills ``path``; what a killed process left of it is removed."""
     remove_leftovers(path.parent, of=path.name)
     name = f".{path.name}.{kind}-{PID_SPACE}.{os.getpid()}-{secrets.token_hex(4)}"
-    _MADE.add(name)
+    _OWN_NAMES.add(name)
     return path.with_name(name)
 
 
@@ -75,15 +75,15 @@ def remove_leftovers(folder: Path, *, of: str | None = None) -> list[Path]:
 
     What belongs to a living process stays, and what may belong to one of another machine or container for a day.
     """
-    removed = []
+    paths = []
     with contextlib.suppress(OSError):
         for path in list(folder.iterdir()):
             match = _LEFTOVER.fullmatch(path.name)
-            if match is None or (of is not None and match["name"] != of) or not _left(path, match):
+            if match is None or (of is not None and match["name"] != of) or not _is_leftover(path, match):
                 continue
             delete_inside(path, folder)
-            removed.append(path)
-    return removed
+            paths.append(path)
+    return paths
 
 
 def delete_inside(path: Path, folder: Path) -> None:
@@ -102,7 +102,7 @@ def delete_inside(path: Path, folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _left(path: Path, match: re.Match[str]) -> bool:
+def _is_leftover(path: Path, match: re.Match[str]) -> bool:
     if match["space"] != PID_SPACE:
         return time.time() - path.lstat().st_mtime > _ABANDONED_S  # a link may point to an old file
     process = int(match["process"])
@@ -112,7 +112,7 @@ def _left(path: Path, match: re.Match[str]) -> bool:
         return True
     except (OverflowError, PermissionError):
         return False
-    return process == os.getpid() and path.name not in _MADE  # an earlier process had the same number
+    return process == os.getpid() and path.name not in _OWN_NAMES  # an earlier process had the same number
 
 
 def rename_into_place(complete: Path, final: Path) -> None:
@@ -178,10 +178,10 @@ def new_directory(out: Path) -> Iterator[Path]:
             delete_inside(staging, out.parent)
 
 
-def copy_files(source: Path, folder: Path, *, wanted: Callable[[str], bool]) -> None:
-    """Copy the files of ``source``, not its folders, whose name is ``wanted``; never its ``digests.json``."""
+def copy_files(source: Path, folder: Path, *, accepts: Callable[[str], bool]) -> None:
+    """Copy the files of ``source``, not its folders, whose names ``accepts`` chooses; never its ``digests.json``."""
     for path in source.iterdir():
-        if path.is_file() and path.name != DIGESTS and wanted(path.name):
+        if path.is_file() and path.name != DIGESTS and accepts(path.name):
             shutil.copyfile(path, folder / path.name)
 
 
@@ -217,11 +217,11 @@ DIGESTS = "digests.json"
 
 def write_digests(folder: Path) -> None:
     """Write the digests of all files below ``folder`` but texts (``.md``), which are edited; keep stored ones."""
-    digests, stored = {}, stored_digests(folder)
+    digests, old = {}, stored_digests(folder)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != DIGESTS and path.suffix != ".md":
-            digests[name] = stored.get(name) or file_digest(path)
+            digests[name] = old.get(name) or file_digest(path)
     (folder / DIGESTS).write_text(json.dumps(digests, indent=1) + "\n", encoding="utf-8")
 
 

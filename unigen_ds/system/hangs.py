@@ -23,14 +23,14 @@ from typing import Any, ClassVar
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
-STOPPED = "its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached"
+STOP_ADVICE = "its output, and its machine's log: it was killed (out of memory?), stopped, or cannot be reached"
 _SHARE, _LONGEST_STEP_S, _GRACE_S = 0.9, 2.0, 5.0
-_WAITING = ("/torch/distributed/", "/deepspeed/", "/system/dist.py", "/system/announced.py")
+_WAITING = ("/torch/distributed/", "/deepspeed/", "/system/dist.py", "/system/rank_errors.py")
 """Files whose functions wait for other ranks."""
 
 
 class Watch:
-    """Of the thread that makes it, until ``close``; does nothing in one process.
+    """Watches the thread that makes it, until ``close``; does nothing in one process.
 
     Args:
         position: the update, its phase, and a number that grows with each phase.
@@ -53,39 +53,39 @@ class Watch:
         self._position, self._samples, self._end = position, samples, end
         self._thread_id, self._error = threading.get_ident(), list[BaseException]()
         self._lines: dict[int, tuple[int, str, int, str, bool]] = {}
-        self._closed, self._asked, self.answered = threading.Event(), threading.Event(), threading.Event()
+        self._close_event, self._request_event, self.answer_event = (threading.Event() for _ in range(3))
         if self._store is not None:
             Watch.current = self
             threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        self._closed.set()
+        self._close_event.set()
         Watch.current = None
 
     def ask(self, error: BaseException) -> None:
         """``error`` has ended a collective: ``answered`` is set once the other ranks had time to add their lines."""
         self._error.append(error)
-        if not self.answered.is_set():
-            self._asked.set()
+        if not self.answer_event.is_set():
+            self._request_event.set()
 
     def _watch(self) -> None:
         step, number = min(self._timeout_s / 40, _LONGEST_STEP_S), 0
-        moved = since = time.monotonic()
+        last_change = since = time.monotonic()
         before: Any = None
         position = self._position()
         try:
-            while not self._closed.wait(step):
+            while not self._close_event.wait(step):
                 frames = traceback.walk_stack(sys._current_frames()[self._thread_id])
                 now = self._position(), [(id(frame), frame.f_lasti) for frame, _ in frames]
-                moved = moved if now == before else time.monotonic()
-                before, still = now, time.monotonic() - moved
-                late = still > _SHARE * self._timeout_s and not self.answered.is_set()
-                if late or self._asked.is_set() or self._store.check([f"hang/{number}"]):
+                last_change = last_change if now == before else time.monotonic()
+                before, still = now, time.monotonic() - last_change
+                late = still > _SHARE * self._timeout_s and not self.answer_event.is_set()
+                if late or self._request_event.is_set() or self._store.check([f"hang/{number}"]):
                     self._answer(f"hang/{number}", still, step)
                     position, since, number = self._position(), time.monotonic(), number + 1
                 elif position[2] != self._position()[2] and not self._error:
-                    self.answered.clear()
-                elif self.answered.is_set() and not self._error:
+                    self.answer_event.clear()
+                elif self.answer_event.is_set() and not self._error:
                     if self._location()[1] and still > self._timeout_s + _GRACE_S:
                         self._end(self.text(f" ({still:.0f} s, and the collective does not end)"))
                     if self._store.add("errors", 0) == 0:
@@ -93,13 +93,13 @@ class Watch:
                     elif time.monotonic() - since > _GRACE_S:
                         self._end(self.text(" (the others have ended)"))
         except Exception:  # of the store: the job ends
-            if self.answered.is_set() and not self._error and not self._closed.wait(_GRACE_S):
+            if self.answer_event.is_set() and not self._error and not self._close_event.wait(_GRACE_S):
                 self._end(self.text(" (the others have ended)"))
 
     def _answer(self, key: str, still: float, step: float) -> None:
         """Add the line of this rank, write its stacks, and wait for the lines of the others."""
-        (update, phase, passed), (location, waits), rank = self._position(), self._location(), dist.rank()
-        self._store.append(key, json.dumps([rank, [update, phase, passed, location, waits]]) + "\n")
+        (update, phase, num_sections), (location, waits), rank = self._position(), self._location(), dist.rank()
+        self._store.append(key, json.dumps([rank, [update, phase, num_sections, location, waits]]) + "\n")
         path, host = self._folder / f"update_{update}_rank_{rank}.txt", f"{socket.gethostname()}, pid {os.getpid()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +116,8 @@ class Watch:
         while len(self._lines) < dist.world_size() and time.monotonic() < end:
             time.sleep(step / 4)
             self._lines = dict(map(json.loads, self._store.get(key).decode().splitlines()))
-        self._asked.clear()
-        self.answered.set()
+        self._request_event.clear()
+        self.answer_event.set()
         if not self._error:
             logger().warning("No progress: %s. Stacks: %s.", self.text(), self._folder)
 
@@ -148,4 +148,4 @@ class Watch:
     @property
     def remedy(self) -> str:
         silent = len(self._lines) < dist.world_size()
-        return f"{f'{STOPPED}; ' if silent else ''}{self._folder} has the stacks of the ranks that answer"
+        return f"{f'{STOP_ADVICE}; ' if silent else ''}{self._folder} has the stacks of the ranks that answer"

@@ -34,7 +34,7 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; NaN and infinity become null. Raises ``OSError`` where it is still pending."""
-        self.pending.append((json.dumps(json_values(record, finite), allow_nan=False) + "\n").encode())
+        self.pending.append((json.dumps(json_values(record, _finite), allow_nan=False) + "\n").encode())
         self.write_pending()
 
     def write_pending(self) -> None:
@@ -42,15 +42,15 @@ class JsonLines:
         while self.pending:
             descriptor = self._open()
             self._unsynced = True
-            line, written = self.pending[0], 0
+            line, num_written = self.pending[0], 0
             try:
-                while written < len(line):  # a disk may take a part only
-                    written += os.write(descriptor, line[written:])
+                while num_written < len(line):  # a disk may take a part only
+                    num_written += os.write(descriptor, line[num_written:])
             except OSError as error:
                 error.filename = str(self.path)
-                if written:  # no part of a line stays; where that fails, it is ended when the file is opened again
+                if num_written:  # no part of a line stays; where that fails, it is ended when the file is opened again
                     with suppress(OSError):
-                        os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                        os.ftruncate(descriptor, os.fstat(descriptor).st_size - num_written)
                     self.close()
                 raise
             del self.pending[0]
@@ -83,7 +83,7 @@ class JsonLines:
             os.close(descriptor)
 
 
-def finite(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -106,7 +106,7 @@ def last_update(path: Path) -> int:
 def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Every JSON object, void ones and resume events too, and the number of damaged lines. No file: no lines."""
     lines: list[dict[str, Any]] = []
-    damaged = 0
+    num_damaged = 0
     for text in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else ():
         try:
             line = json.loads(text) if text.strip() else None
@@ -115,8 +115,8 @@ def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         if isinstance(line, dict):
             lines.append(line)
         else:
-            damaged += line is not None
-    return lines, damaged
+            num_damaged += line is not None
+    return lines, num_damaged
 
 
 def in_effect(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -46,15 +46,15 @@ def logger() -> logging.Logger:
 
 
 _waiting: dict[str, None] = {}
-_shown: set[str] = set()
+_notices: set[str] = set()
 
 
 def notice(text: str) -> None:
     """Log a line about the config or an import, once. ``setup`` repeats the earlier ones, for its file."""
     if not logger().handlers:
         _waiting[text] = None
-    if text not in _shown:
-        _shown.add(text)
+    if text not in _notices:
+        _notices.add(text)
         logger().info(text)
 
 
@@ -68,11 +68,11 @@ def pending_notices() -> list[str]:
 LIBRARIES = ("torch", "bitsandbytes", "transformers", "deepspeed", "DeepSpeed", "mmengine")
 # Lines of libraries in which there is nothing to do are hidden where this module is imported: before the libraries,
 # which print some at their import. DeepSpeed and FSDP call these names, which torch 2.13 has renamed.
-_RENAMED = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-warnings.filterwarnings("ignore", _RENAMED, FutureWarning, r"torch\.distributed\.c10d_logger")
-_KNOWN = ("Failed to load CPU gemm_4bit_forward", "Setting accelerator to CPU")
+_RENAME_WARNING = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+warnings.filterwarnings("ignore", _RENAME_WARNING, FutureWarning, r"torch\.distributed\.c10d_logger")
+_HARMLESS = ("Failed to load CPU gemm_4bit_forward", "Setting accelerator to CPU")
 for _name in ("bitsandbytes.backends.cpu.ops", "DeepSpeed"):  # mmengine's hooks import both
-    logging.getLogger(_name).addFilter(lambda record: not record.getMessage().startswith(_KNOWN))
+    logging.getLogger(_name).addFilter(lambda record: not record.getMessage().startswith(_HARMLESS))
 
 
 def quiet_libraries(rank: int) -> None:
@@ -120,7 +120,7 @@ def setup(
         for file in files:
             file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
             log.addHandler(file)
-    _shown.clear()
+    _notices.clear()
     for text in pending_notices():
         notice(text)
     return log

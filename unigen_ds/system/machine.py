@@ -21,9 +21,9 @@ from packaging.specifiers import SpecifierSet
 
 from unigen_ds.core.errors import ConfigError, UnigenError, raise_any
 
-ALLOWED = {"torch": ">=2.6", "transformers": ">=5"}
+REQUIREMENTS = {"torch": ">=2.6", "transformers": ">=5"}
 """Package -> its versions. ``setup.py`` has the same; DeepSpeed's are in ``backends/deepspeed/deepspeed_config.py``."""
-TOKENIZERS = "TOKENIZERS_PARALLELISM"
+TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 """The variable that decides whether a tokenizer uses threads of its own."""
 
 
@@ -58,24 +58,24 @@ def git_commits() -> dict[str, dict[str, Any]]:
     def git(folder: Path, *arguments: str) -> str | None:
         command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
         try:
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
         except (OSError, ValueError, subprocess.TimeoutExpired):
             return None
-        return ended.stdout.strip() if ended.returncode == 0 else None
+        return process.stdout.strip() if process.returncode == 0 else None
 
     commits: dict[str, dict[str, Any]] = {}
     for name, folder in (("package", Path(__file__).resolve().parent), ("folder", Path.cwd())):
         commit = git(folder, "rev-parse", "HEAD")
         if commit is not None and git(folder, "ls-files", "--", "."):  # not an installation inside of some repository
-            changed = git(folder, "status", "--porcelain", "--untracked-files=no")
-            commits[name] = {"commit": commit, "changed": None if changed is None else bool(changed)}
+            status = git(folder, "status", "--porcelain", "--untracked-files=no")
+            commits[name] = {"commit": commit, "changed": None if status is None else bool(status)}
     if commits.get("folder") == commits.get("package"):
         commits.pop("folder", None)
     return commits
 
 
 @cache
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed."""
     try:
         return version(package)
@@ -102,11 +102,11 @@ def source_digest(file: Path = Path(__file__).parents[1] / "__init__.py") -> str
     return digest.hexdigest()[:16]
 
 
-def check_packages(allowed: Mapping[str, str] = ALLOWED) -> None:
+def check_packages(requirements: Mapping[str, str] = REQUIREMENTS) -> None:
     """Raise one ``ConfigError`` for all packages that are missing or have another version."""
     problems = []
-    for package, versions in allowed.items():
-        present = installed(package)
+    for package, versions in requirements.items():
+        present = installed_version(package)
         if present is None or not SpecifierSet(versions).contains(present, prereleases=True):
             problem = f"{package} {present} is installed" if present else f"{package} is not installed"
             remedy = f"pip install '{package}{versions}'"

@@ -9,8 +9,10 @@ the files. Tensors are written from ``Entry``s in pieces of at most 16 MiB.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,10 +31,10 @@ from torch.utils._pytree import tree_leaves
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import ALGORITHM, fsync_path
 
-_BUFFER = 1 << 20
+_BUFFER, _DIRECT = 1 << 20, 8 << 20
 _PIECE = 16 << 20
 
-DTYPE_NAMES = {
+_DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
@@ -62,17 +64,60 @@ class StateFiles:
     layout: str
     """Which reader opens it (``checkpoint/layouts``)."""
     files: Sequence[Output]
-    index: Callable[[Sequence[Any], Sequence[Sequence[Any]]], Sequence[Output]] | None = None
-    """On rank 0 once all have written: each rank's ``plan`` and the results of its ``write`` -> further files."""
-    plan: Any = None
-    """What ``index`` needs to know of this rank, known before anything is written."""
+    index: Callable[[Sequence[Sequence[Any]]], Sequence[Output]] | None = None
+    """On rank 0 once all have written: the results of each rank's ``write`` -> further files."""
+
+
+class DirectFile:
+    """A new file that is written past the page cache (``O_DIRECT``), as far as the file system can: with a tenth of the
+    processor time, for a process that writes beside a training. Only whole blocks at block addresses may be written so:
+    all goes through a buffer, and what is left at the end is written as in any file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path.open("wb", buffering=0)
+        self.fileno, self.close = file.fileno, file.close
+        self._buffer, self._num_bytes = mmap.mmap(-1, _DIRECT), 0
+        self._direct = False
+        with suppress(OSError):  # a file system without it
+            self._set_direct(hasattr(os, "O_DIRECT"))
+
+    def _set_direct(self, direct: bool) -> None:
+        flags = fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0)
+        fcntl.fcntl(self.fileno(), fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+        self._direct = direct
+
+    def write(self, data: memoryview) -> None:
+        while data.nbytes:
+            number = min(data.nbytes, _DIRECT - self._num_bytes)
+            self._buffer[self._num_bytes : self._num_bytes + number] = data[:number]
+            self._num_bytes, data = self._num_bytes + number, data[number:]
+            if self._num_bytes == _DIRECT:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the buffer; from one that is not full on, the rest of the file is written through the page cache."""
+        with memoryview(self._buffer) as whole:
+            rest = whole[: self._num_bytes]
+            while rest.nbytes:
+                if self._direct and rest.nbytes != _DIRECT:
+                    self._set_direct(False)
+                try:
+                    rest = rest[os.write(self.fileno(), rest) :]
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not self._direct:
+                        raise
+                    self._set_direct(False)  # blocks are larger here, or addresses are checked more strictly
+            rest.release()
+        self._num_bytes = 0
 
 
 class HashedFile:
-    """A new file with its ``digest``. It has no ``fileno``: ``torch.save`` would write to that without the hash."""
+    """A new file with its ``digest``. It has no ``fileno``: ``torch.save`` would write to that without the hash.
+    ``direct``: as a ``DirectFile``."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=_BUFFER)
+    def __init__(self, path: Path, *, direct: bool = False) -> None:
+        self._file: Any = DirectFile(path) if direct else path.open("wb", buffering=_BUFFER)
         self._hash = xxhash.xxh3_128()
         self._size = 0
 
@@ -158,18 +203,18 @@ def _slice(flat: Tensor, start: int, stop: int) -> list[Tensor]:
 def safetensors_output(path: str, entries: Iterable[Entry], metadata: Mapping[str, str]) -> Output:
     """A safetensors file. The format has no sharing: tied names are written twice."""
     # as the safetensors package orders them: each tensor is aligned
-    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    by_size = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     size = 0
-    for entry in ordered:
-        if entry.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{entry.name} has dtype {entry.dtype}", allowed=", ".join(map(str, DTYPE_NAMES)))
+    for entry in by_size:
+        if entry.dtype not in _DTYPE_NAMES:
+            raise CheckpointError(f"{entry.name} has dtype {entry.dtype}", allowed=", ".join(map(str, _DTYPE_NAMES)))
         offsets = [size, size + entry.nbytes]
-        table[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        table[entry.name] = {"dtype": _DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         size += entry.nbytes
     header = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    return Output(path, 8 + len(header) + size, partial(_write_safetensors, header, ordered))
+    return Output(path, 8 + len(header) + size, partial(_write_safetensors, header, by_size))
 
 
 def _write_safetensors(header: bytes, entries: Sequence[Entry], stream: HashedFile) -> None:
@@ -181,10 +226,10 @@ def _write_safetensors(header: bytes, entries: Sequence[Entry], stream: HashedFi
 def save_torch(path: Path, entries: Sequence[Entry]) -> None:
     """A ``torch.save`` archive of tensors, read from a mapped file beside it; tied names share one storage."""
     storages = {entry.source: entry for entry in entries}
-    mapped = path.with_name(f"{path.name}.mapped")
+    map_path = path.with_name(f"{path.name}.mapped")
     tensors: dict[str, Tensor] = {}
     try:
-        with mapped.open("wb") as stream:
+        with map_path.open("wb") as stream:
             for entry in storages.values():
                 entry.write(stream)
         offset = 0
@@ -192,7 +237,7 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
             if not entry.nbytes:  # which cannot be mapped
                 tensors[source] = torch.empty(entry.shape, dtype=entry.dtype)
                 continue
-            content = np.memmap(mapped, np.uint8, "r+", offset, (entry.nbytes,))
+            content = np.memmap(map_path, np.uint8, "r+", offset, (entry.nbytes,))
             tensors[source] = torch.from_numpy(content).view(entry.dtype).view(entry.shape)
             offset += entry.nbytes
         torch.save({entry.name: tensors[entry.source] for entry in entries}, path)
@@ -200,7 +245,7 @@ def save_torch(path: Path, entries: Sequence[Entry]) -> None:
     except RuntimeError as error:  # of torch's writer
         raise OSError(errno.EIO, f"torch cannot write it: {error}", str(path)) from error
     finally:
-        mapped.unlink(missing_ok=True)
+        map_path.unlink(missing_ok=True)
 
 
 def bytes_output(path: str, content: bytes) -> Output:
@@ -219,13 +264,13 @@ def all_finite(tensor: Tensor) -> bool:
     return bool(total.isfinite()) or bool(tensor.isfinite().all())
 
 
-def write_output(directory: Path, output: Output) -> tuple[int, str, Any]:
-    """Write one file durably. Returns its size, its digest and what ``write`` returned."""
+def write_output(directory: Path, output: Output, *, direct: bool = False) -> tuple[int, str, Any]:
+    """Write one file durably, ``direct`` as a ``DirectFile``. Returns its size, digest, and what ``write`` returned."""
     path = directory / output.path
     if path.parent != directory and not path.parent.is_dir():  # ``directory`` itself may be gone, with its disk
         path.parent.mkdir(exist_ok=True)
     try:
-        with HashedFile(path) as stream:
+        with HashedFile(path, direct=direct) as stream:
             result = output.write(stream)
     except OSError as error:
         error.filename = error.filename or str(path)

@@ -12,23 +12,23 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED
+from unigen_ds.core.choices import BATCH_CHOICES, DATA_CHOICES, SHIPPED_NAMES
 from unigen_ds.core.errors import UnigenError
 
 READER_GONE = 141
 """Exit status where nobody reads the output any more: what a shell reports of a program that SIGPIPE ended."""
-STOPPED_BY_SIGNAL = 143
+SIGNAL_STATUS = 143
 """Exit status of a training that can continue: ``scripts/train_slurm.sh`` puts the job back into the queue."""
 
 
 def end_start(number: int, frame: FrameType | None) -> None:
     """Handler of SIGUSR1 before the first update: end at once with SIGTERM's status, and let the other ranks know."""
     error = UnigenError(f"{signal.Signals(number).name} received outside of the training: there is nothing to save")
-    error.exit_status = STOPPED_BY_SIGNAL
+    error.exit_status = SIGNAL_STATUS
     os.write(2, f"{error}\n".encode())
-    if (announced := sys.modules.get("unigen_ds.system.announced")) is not None:
-        announced.explain(error)
-    os._exit(STOPPED_BY_SIGNAL)
+    if (module := sys.modules.get("unigen_ds.system.rank_errors")) is not None:
+        module.explain(error)
+    os._exit(SIGNAL_STATUS)
 
 
 def ends_quietly(main: Callable[..., int]) -> Callable[..., int]:
@@ -48,10 +48,10 @@ def ends_quietly(main: Callable[..., int]) -> Callable[..., int]:
             poll = select.poll()
             for stream in (sys.stdout, sys.stderr):
                 poll.register(stream.fileno(), select.POLLOUT)
-            gone = [number for number, event in poll.poll(0) if event & select.POLLERR]
-            if not gone:  # another pipe, which is an error
+            closed_pipes = [number for number, event in poll.poll(0) if event & select.POLLERR]
+            if not closed_pipes:  # another pipe, which is an error
                 raise
-            for number in gone:  # Python writes what is left when it ends
+            for number in closed_pipes:  # Python writes what is left when it ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             return READER_GONE
 
@@ -65,7 +65,7 @@ def tool_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 def add_config(p: argparse.ArgumentParser, *, backend: bool = False, resume: bool = False) -> None:
     """The config and ``--cfg-options``; ``--backend``; and the options of a run that may be resumed."""
-    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED}")
+    p.add_argument("config", help=f"a config file, or the name of a shipped config: {SHIPPED_NAMES}")
     p.add_argument(
         "--cfg-options", nargs="+", action="extend", default=[], metavar="K=V", help="override config values"
     )

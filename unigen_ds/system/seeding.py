@@ -35,7 +35,7 @@ def seed_everything(seed: int, *, rank: int) -> None:
 def rng_state() -> dict[str, Any]:
     """State of this process's global generators, as tensors and plain numbers (nothing that needs pickle)."""
     version, internal, gauss = random.getstate()
-    name, keys, pos, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, pos, has_gauss, cached_gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy_keys": torch.from_numpy(np.asarray(keys, dtype=np.int64).copy()),
@@ -46,7 +46,7 @@ def rng_state() -> dict[str, Any]:
             "numpy_name": str(name),
             "numpy_pos": int(pos),
             "numpy_has_gauss": int(has_gauss),
-            "numpy_gauss": float(cached),
+            "numpy_gauss": float(cached_gauss),
         },
     }
     if torch.cuda.is_available():

@@ -29,7 +29,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from unigen_ds.core.errors import TrainingError, UnigenError
-from unigen_ds.system.machine import TOKENIZERS
+from unigen_ds.system.machine import TOKENIZER_THREADS
 
 _END_S = 5.0
 """A process whose pipe has ended ends within."""
@@ -46,7 +46,7 @@ class Workers:
         number: of processes.
         ahead: tasks that each has at a time.
         timeout: seconds to wait for a result; 0: for ever.
-        arrived: applied to each result in a thread of this process, as soon as it is there.
+        on_arrival: applied to each result in a thread of this process, as soon as it is there.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Workers:
         *,
         ahead: int,
         timeout: float = 0.0,
-        arrived: Callable[[Any], Any] | None = None,
+        on_arrival: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._timeout, self._most, self._arrived = timeout, number * ahead, arrived
+        self._timeout, self._most, self._on_arrival = timeout, number * ahead, on_arrival
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._results: deque[Future[Any] | int] = deque()
@@ -80,7 +80,7 @@ class Workers:
             if device is not None:
                 torch.accelerator.set_device_index(device)
 
-        self._thread = None if arrived is None else ThreadPoolExecutor(1, initializer=begin)
+        self._thread = None if on_arrival is None else ThreadPoolExecutor(1, initializer=begin)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -135,15 +135,15 @@ class Workers:
             result = pipe.recv()
         except (EOFError, OSError) as error:
             raise self._worker_error(error) from None
-        if self._arrived is None or isinstance(result, (ExceptionWrapper, UnigenError)):
+        if self._on_arrival is None or isinstance(result, (ExceptionWrapper, UnigenError)):
             return result
-        return self._arrived(result)
+        return self._on_arrival(result)
 
     def _worker_error(self, error: Exception) -> Exception:
         """Return an error with what a user can do where a worker has ended, or ``error`` where none has."""
-        ended = wait([process.sentinel for process in self._processes], _END_S)
+        ready = wait([process.sentinel for process in self._processes], _END_S)
         for number, process in enumerate(self._processes):
-            if process.sentinel in ended:
+            if process.sentinel in ready:
                 process.join(_END_S)
                 code = process.exitcode
                 how = f"with exit status {code}" if code is None or code >= 0 else f"by {_SIGNALS.get(-code, -code)}"
@@ -156,7 +156,7 @@ class Workers:
 
 
 def _end(owner: int, processes: list[BaseProcess], pipes: list[Connection]) -> None:
-    """At once: a worker owns nothing that must be completed."""
+    """End the workers at once: they own nothing that must be completed."""
     if os.getpid() == owner:  # not a fork of it
         for process in processes:
             process.kill()
@@ -174,7 +174,7 @@ def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
     """
     gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
     torch.set_num_threads(1)
-    os.environ[TOKENIZERS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
+    os.environ[TOKENIZER_THREADS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -209,7 +209,7 @@ def _forever(forward: Callable[[], None]) -> None:
 def _end_for(parent: int) -> None:
     """End on SIGTERM from the main process alone, and at once where that has ended: to send may wait for ever."""
     while os.getppid() == parent:
-        received = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
-        if received is not None and received.si_pid == parent:
+        signal_info = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
+        if signal_info is not None and signal_info.si_pid == parent:
             os._exit(0)
     os._exit(1)

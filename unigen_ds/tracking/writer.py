@@ -29,7 +29,7 @@ from unigen_ds.core.json_values import json_values
 from unigen_ds.system.files import make_directory
 from unigen_ds.system.journals import JsonLines, parse_lines
 from unigen_ds.system.log import logger
-from unigen_ds.system.machine import installed
+from unigen_ds.system.machine import installed_version
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,7 +63,7 @@ class Writer:
     def lacks(self) -> list[ConfigError]:
         """Return the errors of ``open``, as far as they can be found without a network: for ``--dry-run``."""
         name = self.package.strip("'").partition("[")[2].strip("]") or self.package  # an extra has its package's name
-        if not name or installed(name) is not None:
+        if not name or installed_version(name) is not None:
             return []
         return [ConfigError(f"{type(self).__name__} needs {name}", remedy=f"pip install {self.package}")]
 
@@ -100,7 +100,7 @@ class SafeWriter:
         self.run_id: str | None = None
         """The id of the run that is written to; before ``open`` that of the checkpoint."""
         self._record: JsonLines | None = None
-        self._repeated: set[tuple[int, str]] = set()
+        self._repeats: set[tuple[int, str]] = set()
         """Lines after the resumed update that the run has: update and key."""
         self._axes: set[str] = set()
 
@@ -128,16 +128,16 @@ class SafeWriter:
             return new
         last, updates = Branch(**runs[-1]), new.start
         purges = getattr(self._writer, "purges", False)  # then only late results are held back
-        repeated = {
+        repeats = {
             (line["update"], line["key"])
             for line in records
             if "key" in line and line["run"] == last.id and line["at"] > updates
             if not (purges and line["update"] > updates)
         }
-        comes_again = any(update > updates for update, _ in repeated)
+        comes_again = any(update > updates for update, _ in repeats)
         continues = new.parent in (None, last.id, last.parent) and last.start <= updates
         if continues and (last.identity == new.identity or not comes_again):
-            self._repeated = repeated
+            self._repeats = repeats
             return replace(last, identity=new.identity)
         return replace(new, parent=new.parent or last.id, name=last.name, group=last.group)
 
@@ -161,8 +161,8 @@ class SafeWriter:
 
     def _is_new(self, update: int, at: int, key: str) -> bool:
         """Whether the run does not have this line; it is recorded before it is sent: a kill repeats none."""
-        if self._writer is None or (update, key) in self._repeated:
-            self._repeated.discard((update, key))
+        if self._writer is None or (update, key) in self._repeats:
+            self._repeats.discard((update, key))
             return False
         self._add({"run": self.run_id, "update": update, "at": at, "key": key})
         return True

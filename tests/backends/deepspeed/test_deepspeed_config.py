@@ -25,14 +25,14 @@ PRESETS = {
 }
 
 
-def filled(config: Any, *, precision: str = "fp32", max_norm: float | None = 0.5) -> dict[str, Any]:
+def fill_config(config: Any, *, precision: str = "fp32", max_norm: float | None = 0.5) -> dict[str, Any]:
     optimizer = OptimizerConfig(precision=precision, max_norm=max_norm)
     return fill(load_ds_config(config), geometry=GEOMETRY, optimizer=optimizer)
 
 
 def autos(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return [found for inner in value.values() for found in autos(inner)]
+        return [auto for inner in value.values() for auto in autos(inner)]
     return [value] if value == "auto" else []
 
 
@@ -41,7 +41,7 @@ def test_presets_load_and_every_auto_is_filled(preset):
     config = load_ds_config(preset)
     assert (stage_of(config), offloads(config)) == PRESETS[preset]
     assert autos(config)
-    ours = filled(preset)
+    ours = fill_config(preset)
     assert autos(ours) == []
     assert ours["train_micro_batch_size_per_gpu"] == 3
     assert ours["gradient_accumulation_steps"] == 2
@@ -52,7 +52,7 @@ def test_presets_load_and_every_auto_is_filled(preset):
 
 
 def test_precision_and_absent_clipping_are_filled():
-    ours = filled("zero2", precision="bf16", max_norm=None)
+    ours = fill_config("zero2", precision="bf16", max_norm=None)
     assert ours["bf16"]["enabled"] is True and ours["fp16"]["enabled"] is False
     assert ours["gradient_clipping"] == 0.0
     assert ours["data_types"]["grad_accum_dtype"] == "fp32"
@@ -61,9 +61,9 @@ def test_precision_and_absent_clipping_are_filled():
 
 def test_fp16_halves_its_loss_scale_at_the_first_overflow_unless_told_otherwise():
     """As every engine here does: DeepSpeed's own default waits for a second."""
-    assert filled("zero2", precision="fp16")["fp16"] == {"enabled": True, "hysteresis": 1}
+    assert fill_config("zero2", precision="fp16")["fp16"] == {"enabled": True, "hysteresis": 1}
     own = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto", "hysteresis": 3}}
-    assert filled(own, precision="fp16")["fp16"]["hysteresis"] == 3
+    assert fill_config(own, precision="fp16")["fp16"]["hysteresis"] == 3
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_fp16_halves_its_loss_scale_at_the_first_overflow_unless_told_otherwise(
 )
 def test_a_contradiction_names_both_values(extra, words):
     config = {"zero_optimization": {"stage": 2}, **extra}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         DeepSpeedBackend(config=config).check(
             geometry=GEOMETRY, optimizer_cfg=OptimizerConfig(precision="fp32", max_norm=0.5)
         )
     for word in words:
-        assert word in str(caught.value), (word, str(caught.value))
+        assert word in str(error.value), (word, str(error.value))
 
 
 def test_an_unknown_preset_names_the_nearest():
@@ -99,9 +99,9 @@ def test_an_unknown_preset_names_the_nearest():
 def test_a_broken_file_is_named(tmp_path, text, word):
     path = tmp_path / "mine.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=word) as caught:
+    with pytest.raises(ConfigError, match=word) as error:
         DeepSpeedBackend(config=str(path))
-    assert "mine.json" in str(caught.value)
+    assert "mine.json" in str(error.value)
 
 
 def test_a_file_of_the_users_is_read(tmp_path):
@@ -112,7 +112,7 @@ def test_a_file_of_the_users_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"stage": 2, "reduce_bucket_size": "x"}, "DeepSpeedZeroConfig: reduce_bucket_size is 'x'"),
         ({"stage": 2, "reduce_bucket_sise": 5}, "reduce_bucket_sise is 5: Extra inputs are not permitted"),
@@ -120,10 +120,10 @@ def test_a_file_of_the_users_is_read(tmp_path):
         ([2], "zero_optimization = [2]"),
     ],
 )
-def test_what_deepspeed_would_refuse_is_refused_before_processes_join(config, said):
-    with pytest.raises(ConfigError) as raised:
+def test_what_deepspeed_would_refuse_is_refused_before_processes_join(config, message):
+    with pytest.raises(ConfigError) as error:
         DeepSpeedBackend(config={"zero_optimization": config}).check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
-    assert said in str(raised.value)
+    assert message in str(error.value)
 
 
 def test_a_key_that_deepspeed_passes_over_is_named(caplog):
@@ -170,11 +170,11 @@ HUGGING_FACE = {
 def test_a_json_in_hugging_faces_habit_is_accepted():
     """Its optimizer and scheduler give no value: every one is "auto"."""
     DeepSpeedBackend(config=HUGGING_FACE).check(geometry=GEOMETRY, optimizer_cfg=OptimizerConfig())
-    assert not {"optimizer", "scheduler"} & filled(HUGGING_FACE).keys()
+    assert not {"optimizer", "scheduler"} & fill_config(HUGGING_FACE).keys()
 
 
 def test_one_value_of_its_own_is_a_contradiction():
     for section, key in (("optimizer", "lr"), ("scheduler", "warmup_num_steps")):
-        given = {**HUGGING_FACE[section]["params"], key: 1}
+        options = {**HUGGING_FACE[section]["params"], key: 1}
         with pytest.raises(ConfigError, match=f"has a {section}"):
-            filled({**HUGGING_FACE, section: {**HUGGING_FACE[section], "params": given}})
+            fill_config({**HUGGING_FACE, section: {**HUGGING_FACE[section], "params": options}})

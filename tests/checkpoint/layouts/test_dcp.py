@@ -35,15 +35,15 @@ def checkpoint(tmp_path) -> Path:
 def test_the_reader_returns_the_engines_tensors(name):
     run = run_of(name)
     reader = DCPReader(run.checkpoints[-1])
-    held = {key: value for key, value in run.held.items() if key != "head.weight"}  # tied to the embedding
+    tensors = {key: value for key, value in run.state.items() if key != "head.weight"}  # tied to the embedding
     buffers = set(reader.names("buffer"))
-    assert buffers == {"gain", "calls"} and set(reader.names("master")) | buffers == set(held)
-    for key, value in held.items():
+    assert buffers == {"gain", "calls"} and set(reader.names("master")) | buffers == set(tensors)
+    for key, value in tensors.items():
         kind = "buffer" if key in buffers else "master"
         assert torch.equal(reader.read(kind, key, 0, reader.numel(kind, key)).float(), value.flatten()), key
-    trained = {key for key in held if not key.startswith("frozen.") and key not in buffers}
-    assert set(reader.names("exp_avg")) == set(reader.names("step")) == trained
-    assert {float(reader.read("step", key, 0, 1)) for key in trained} == {2.0}
+    names = {key for key in tensors if not key.startswith("frozen.") and key not in buffers}
+    assert set(reader.names("exp_avg")) == set(reader.names("step")) == names
+    assert {float(reader.read("step", key, 0, 1)) for key in names} == {2.0}
 
 
 @pytest.mark.parametrize("name", NAMES)

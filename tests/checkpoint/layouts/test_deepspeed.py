@@ -33,9 +33,9 @@ def checkpoint(tmp_path, request) -> Path:
 def test_the_files_have_the_names_that_deepspeed_gives_them(name):
     bf16, zero3 = "bf16_" if name.endswith("bf16") else "", name.startswith("zero3")
     ranks = [f"zero_pp_rank_{rank}_mp_rank_00" for rank in range(2)]
-    wanted = [f"{bf16}{rank}_optim_states.pt" for rank in ranks]
-    wanted += [f"{rank}_model_states.pt" for rank in ranks] if zero3 else ["mp_rank_00_model_states.pt"]
-    assert sorted(path.name for path in run_of(name).checkpoints[-1].glob("*.pt")) == sorted(wanted)
+    names = [f"{bf16}{rank}_optim_states.pt" for rank in ranks]
+    names += [f"{rank}_model_states.pt" for rank in ranks] if zero3 else ["mp_rank_00_model_states.pt"]
+    assert sorted(path.name for path in run_of(name).checkpoints[-1].glob("*.pt")) == sorted(names)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,9 +44,9 @@ def test_the_reader_returns_the_engines_tensors(name):
     run = run_of(name)
     reader = DeepSpeedReader(run.checkpoints[-1])
     names, buffers = set(reader.names("master")), set(reader.names("buffer"))
-    held = {key: value for key, value in run.held.items() if key != "head.weight"}  # tied to the embedding
-    assert buffers == {"gain", "calls"} and names | buffers == set(held)
-    for key, value in held.items():
+    tensors = {key: value for key, value in run.state.items() if key != "head.weight"}  # tied to the embedding
+    assert buffers == {"gain", "calls"} and names | buffers == set(tensors)
+    for key, value in tensors.items():
         kind = "buffer" if key in buffers else "master"
         assert reader.numel(kind, key) == value.numel()
         assert torch.equal(reader.read(kind, key, 0, value.numel()).float(), value.flatten()), key
@@ -55,8 +55,8 @@ def test_the_reader_returns_the_engines_tensors(name):
 class Member:
     """Stored as Python stores ``ZeroStageEnum``: by its value; from 3.11.0 to 3.11.3 by its name."""
 
-    def __init__(self, stage: int, *, named: bool) -> None:
-        self.stage, self.named = stage, named
+    def __init__(self, stage: int, *, has_name: bool) -> None:
+        self.stage, self.named = stage, has_name
 
     def __reduce__(self) -> Any:
         from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -66,15 +66,15 @@ class Member:
         )
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("has_name", [False, True])
 @pytest.mark.parametrize("checkpoint", [f"zero{stage}@2-fp32" for stage in (1, 2, 3)], indirect=True)
-def test_files_of_every_python_are_read(checkpoint, named):
+def test_files_of_every_python_are_read(checkpoint, has_name):
     stage = int(
         torch.load(next(checkpoint.glob("*_optim_states.pt")), weights_only=False)["optimizer_state_dict"]["zero_stage"]
     )
     for path in checkpoint.glob("*_optim_states.pt"):
         state = torch.load(path, weights_only=False)
-        state["optimizer_state_dict"]["zero_stage"] = Member(stage, named=named)
+        state["optimizer_state_dict"]["zero_stage"] = Member(stage, has_name=has_name)
         torch.save(state, path)
     assert DeepSpeedReader(checkpoint).zero_stage == stage
 
@@ -98,8 +98,8 @@ def test_deepspeeds_own_script_writes_the_same(name):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_named(checkpoint, rank):
     """Also the last one, whose absence leaves no gap in the names."""
-    (found,) = [p for p in checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
-    found.unlink()
+    (path,) = [p for p in checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")]
+    path.unlink()
     with pytest.raises(CheckpointError, match=f"of rank {rank}"):
         DeepSpeedReader(checkpoint)
 

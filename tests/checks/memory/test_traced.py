@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.engines.pictures import write_talks
-from tests.end_to_end.engines.users import write_mixed
+from tests.end_to_end.engines.jobs.pictures import write_talks
+from tests.end_to_end.engines.jobs.users import write_mixed
 from tests.families.tiny_transformers import write_language
 from tests.tiny import tiny_config
 from unigen_ds.checks.memory import traced
@@ -32,7 +32,7 @@ def settings(tmp_path_factory):
         "optim_wrapper__precision": "bf16", "custom_hooks": [{"type": "EMAHook", "momentum": 0.1}],
         "model__llm__num_hidden_layers": 1, "optim_wrapper__accumulative_counts": 2,
     }  # fmt: skip
-    return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).settled(seed=0)
+    return Settings.from_config(tiny_config(folder / "run", folder, **overrides)).with_choices(seed=0)
 
 
 @pytest.mark.slow
@@ -42,19 +42,17 @@ def test_every_phase_without_memory_is_what_it_is_with_memory(settings):
     largest = largest_batches(data, geometry)
     assert len(largest.batches) > 1, "the longest micro-batch is not that with the most images"
     backend = build_engine(settings)[0]
-    planned, counted = (
+    plan, real = (
         asdict(trace(settings, engine, data.processor, largest.batches, geometry=geometry, fake=fake))
         for engine, fake in ((backend, True), (build_engine(settings)[0], False))
     )
-    assert planned == counted
-    assert planned["held"] < planned["peak"]["step"] and planned["peak"]["load"] < planned["peak"]["evaluate"]
-    masters = planned["masters"]
-    assert masters == 4 * planned["trainable"]
+    assert plan == real
+    assert plan["held"] < plan["peak"]["step"] and plan["peak"]["load"] < plan["peak"]["evaluate"]
+    masters = plan["masters"]
+    assert masters == 4 * plan["trainable"]
     frozen = 4 * sum(backend.frozen_sizes().values())
     low = masters // 2 + frozen // 2
-    assert planned["held"] == pytest.approx(
-        4 * masters + frozen + low, rel=0.02
-    )  # weights, two moments, average; copies
+    assert plan["held"] == pytest.approx(4 * masters + frozen + low, rel=0.02)  # weights, two moments, average; copies
 
 
 def test_a_trace_that_fails_is_no_plan(settings, monkeypatch):
@@ -64,7 +62,7 @@ def test_a_trace_that_fails_is_no_plan(settings, monkeypatch):
     plan = trace_engines({"single": settings}, data.processor, largest_batches(data, geometry), geometry, jobs=1)[
         "single"
     ]
-    assert plan.traced is None and plan.problem == "no memory for this."
+    assert plan.memory is None and plan.problem == "no memory for this."
 
 
 def _fails(*args: Any, **kwargs: Any) -> None:
@@ -84,44 +82,42 @@ def test_a_model_of_transformers_is_planned(tmp_path):
             "train_dataloader.seq_length": 224, "train_dataloader.num_workers": 0, "backend": {"type": "single"},
             "train_dataloader.dataset.index_workers": 0, "work_dir": str(tmp_path / "run"), "model.packing": packing,
         }  # fmt: skip
-        settings = Settings.from_config(load_config("qwen_sft", changes)).settled(seed=0)
+        settings = Settings.from_config(load_config("qwen_sft", changes)).with_choices(seed=0)
         backend, geometry = build_engine(settings)
         data = build_data(settings, geometry=geometry, ruler=None)
         batches = largest_batches(data, geometry).batches
         return asdict(trace(settings, backend, data.processor, batches, geometry=geometry, fake=fake))
 
-    chosen, planned, counted = of_model(None, fake=True), of_model(True, fake=True), of_model(True, fake=False)
-    assert planned == counted and planned["masters"] > 0
-    assert chosen["held"] == planned["held"] and chosen["peak"]["step"] < planned["peak"]["step"], (
-        "no mask of all pairs"
-    )
+    default, plan, real = of_model(None, fake=True), of_model(True, fake=True), of_model(True, fake=False)
+    assert plan == real and plan["masters"] > 0
+    assert default["held"] == plan["held"] and default["peak"]["step"] < plan["peak"]["step"], "no mask of all pairs"
 
 
 def test_the_largest_micro_batch_is_the_longest_of_all_ranks(settings):
     geometry = build_engine(settings)[1]
     data = build_data(settings, geometry=geometry, ruler=None)
-    found = largest_batches(data, geometry)
+    largest = largest_batches(data, geometry)
     rows = data.stream.rows()
     lengths = []
     for _ in range(data.stream.sequences_per_epoch // 2):
         two = [next(rows)[0] for _ in range(2)]
         lengths.append(sum(int(data.stream.sources[d.source].lengths()[0][d.index]) for row in two for d in row))
-    assert found.tokens == max(lengths)
-    assert found.tokens - 4 <= found.batches[0].num_tokens <= found.tokens  # a condition may be dropped
+    assert largest.tokens == max(lengths)
+    assert largest.tokens - 4 <= largest.batches[0].num_tokens <= largest.tokens  # a condition may be dropped
     assert largest_batches(data, geometry, most=4).tokens == max(lengths[:2])
 
 
 def test_bytes_are_counted_until_they_are_freed():
-    with CountedBytes() as counted:
+    with CountedBytes() as memory:
         a = torch.zeros(1000)
         view = a.view(10, 100)
         b = a + 1
         _shape_alone = torch.empty(1000, device="meta")
-        assert counted.now == 8000
+        assert memory.now == 8000
         del a
-        assert counted.now == 8000, "a view keeps it"
+        assert memory.now == 8000, "a view keeps it"
         del view
         b.untyped_storage().resize_(0)
         gc.collect()
-        assert (counted.now, counted.peak) == (0, 8000)
-        assert counted.begin() == 0 == counted.peak
+        assert (memory.now, memory.peak) == (0, 8000)
+        assert memory.begin() == 0 == memory.peak

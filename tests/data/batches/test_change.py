@@ -48,8 +48,8 @@ class Sources:
 
     def _one(self, name: str, size: int) -> UnifiedGenerationDataset:
         if (name, size) not in self._made:
-            shifted = self._records if name == "a" else self._records[::-1]
-            path = write_jsonl(self._folder / f"{name}-{size}.jsonl", shifted[:size])
+            records = self._records if name == "a" else self._records[::-1]
+            path = write_jsonl(self._folder / f"{name}-{size}.jsonl", records[:size])
             self._made[name, size] = UnifiedGenerationDataset(path, make_processor(), name=name)
         return self._made[name, size]
 
@@ -59,7 +59,7 @@ def sources(folder: Path, records: list[Any]) -> Sources:
     return Sources(folder, records)
 
 
-def stored(stream: SequenceStream, cursor: Cursor) -> dict[str, Any]:
+def state_of(stream: SequenceStream, cursor: Cursor) -> dict[str, Any]:
     loader: dict[str, Any] = json.loads(json.dumps({"cursor": cursor.state_dict(), **stream.identity}))
     return loader
 
@@ -69,20 +69,20 @@ def take(stream: SequenceStream, number: int, cursor: Cursor | None = None) -> l
 
 
 def epochs(stream: SequenceStream, cursor: Cursor, stop: int) -> list[tuple[int, Any, Cursor]]:
-    found, epoch = [], cursor.epoch
+    rows, epoch = [], cursor.epoch
     for row, after in stream.rows(cursor):
-        found.append((epoch, row, after))
+        rows.append((epoch, row, after))
         epoch = after.epoch
         if epoch == stop:
-            return found
+            return rows
     raise AssertionError
 
 
 def by_epoch(rows: Sequence[tuple[int, Any, Cursor]]) -> dict[int, Counter[tuple[int, int]]]:
-    found: dict[int, Counter[tuple[int, int]]] = {}
+    counts: dict[int, Counter[tuple[int, int]]] = {}
     for epoch, row, _ in rows:
-        found.setdefault(epoch, Counter()).update((d.source, d.index) for d in row)
-    return found
+        counts.setdefault(epoch, Counter()).update((d.source, d.index) for d in row)
+    return counts
 
 
 def once(*sizes: int) -> Counter[tuple[int, int]]:
@@ -93,16 +93,16 @@ def ids(stream: SequenceStream, rows: Sequence[tuple[int, Any, Cursor]]) -> list
     return [d.sample_id(stream.names) for _, row, _ in rows for d in row]
 
 
-def built(datasets: list[Any], first: SequenceStream, **more: Any) -> SequenceStream:
+def make(datasets: list[Any], first: SequenceStream, **more: Any) -> SequenceStream:
     return make_stream(datasets, sequences_per_epoch=first.sequences_per_epoch, **more)
 
 
 def mid_epoch(stream: SequenceStream, epoch: int, rows: int) -> tuple[list[tuple[int, Any, Cursor]], Cursor]:
-    done = epochs(stream, Cursor(), epoch) if epoch else []
-    first = len(done)
-    done += epochs(stream, done[-1][2] if done else Cursor(), epoch + 1)[:rows]
-    assert len(done) == first + rows
-    return done, done[-1][2]
+    sequences = epochs(stream, Cursor(), epoch) if epoch else []
+    first = len(sequences)
+    sequences += epochs(stream, sequences[-1][2] if sequences else Cursor(), epoch + 1)[:rows]
+    assert len(sequences) == first + rows
+    return sequences, sequences[-1][2]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -110,10 +110,10 @@ def mid_epoch(stream: SequenceStream, epoch: int, rows: int) -> tuple[list[tuple
 def test_append_in_mid_epoch_is_exactly_once(sources: Sources, window: int | None, third: dict[str, int]) -> None:
     old = make_stream(sources(a=17, b=9), window=window)
     before, cursor = mid_epoch(old, 1, 5)
-    present = built(sources(a=23, b=12, **third), old, window=window)
-    change = compare(stored(old, cursor), present)
+    present = make(sources(a=23, b=12, **third), old, window=window)
+    change = compare(state_of(old, cursor), present)
     assert change.only_appended and "a had 17 records and has 23" in str(change)
-    new, at = continue_stream(stored(old, cursor), present, on_change="append")
+    new, at = continue_stream(state_of(old, cursor), present, on_change="append")
     assert at == cursor and new.sequences_per_epoch == old.sequences_per_epoch
     rows = before + epochs(new, at, 4)
     sizes = (23, 12, *third.values())
@@ -128,14 +128,14 @@ def test_a_resume_after_the_change_has_the_same_rows_from_any_cursor(sources: So
     old = make_stream(sources(a=17, b=9), window=window)
     _, cursor = mid_epoch(old, 1, 3)
     make_stream(sources(a=20, b=12), window=window)  # a separate run, which must not use the other's cached plan
-    new, _ = continue_stream(stored(old, cursor), built(sources(a=20, b=12), old, window=window), on_change="append")
+    new, _ = continue_stream(state_of(old, cursor), make(sources(a=20, b=12), old, window=window), on_change="append")
     rows = epochs(new, Cursor(), 4)
     cursors = [Cursor(), *(after for _, _, after in rows)]
     assert [new.seek(i) for i in range(len(cursors))] == cursors
     names = [[d.sample_id(new.names) for d in row] for _, row, _ in rows]
     for i in range(cursor.sequences, len(rows) - 1, 7):
-        again = built(sources(a=20, b=12), old, window=window)  # without the flag: the change is recorded
-        later, at = continue_stream(stored(new, cursors[i]), again)
+        again = make(sources(a=20, b=12), old, window=window)  # without the flag: the change is recorded
+        later, at = continue_stream(state_of(new, cursors[i]), again)
         assert at == cursors[i] and later.phases == new.phases
         assert take(later, 9, at) == take(new, 9, at)
         assert derive(later, i, i + 2) == names[i : i + 2]
@@ -147,13 +147,13 @@ def test_appended_twice(sources: Sources) -> None:
         first_epoch = stream.sequences_per_epoch
         rows, cursor = mid_epoch(stream, 0, 2)
         for sizes in ({"a": 13, "b": 4}, {"a": 13, "b": 9}):  # the first of them is replaced before it begins
-            present = built(sources(**sizes), stream, window=window)
-            stream, _ = continue_stream(stored(stream, cursor), present, on_change="append")
+            present = make(sources(**sizes), stream, window=window)
+            stream, _ = continue_stream(state_of(stream, cursor), present, on_change="append")
         assert [phase.first_epoch for phase in stream.phases] == [0, 1]
         rows += epochs(stream, cursor, 2)
         cursor = rows[-1][2]
-        present = built(sources(a=17, b=10), stream, window=window)
-        stream, _ = continue_stream(stored(stream, cursor), present, on_change="append")
+        present = make(sources(a=17, b=10), stream, window=window)
+        stream, _ = continue_stream(state_of(stream, cursor), present, on_change="append")
         rows += epochs(stream, cursor, 4)
         # the cursor is between two epochs: the next one has all records
         assert by_epoch(rows) == {0: once(11, 4), 1: once(13, 9), 2: once(17, 10), 3: once(17, 10)}
@@ -165,13 +165,13 @@ def test_appended_twice(sources: Sources) -> None:
 def test_unpacked_epochs_are_rounded_by_the_first_geometry(sources: Sources) -> None:
     old = make_stream(sources(a=17, b=9), sequences_per_iteration=4)
     rows, cursor = mid_epoch(old, 0, 6)
-    present = built(sources(a=22, b=9), old, sequences_per_iteration=4)
-    new, _ = continue_stream(stored(old, cursor), present, on_change="append")
+    present = make(sources(a=22, b=9), old, sequences_per_iteration=4)
+    new, _ = continue_stream(state_of(old, cursor), present, on_change="append")
     lengths = Counter(epoch for epoch, _, _ in rows + epochs(new, cursor, 3))
     assert lengths == {0: 24, 1: 28, 2: 28} and new.sequences_per_epoch == 24
     assert new.tokens_per_sequence == old.tokens_per_sequence
     # the decision is kept: a later resume does not round again
-    later, _ = continue_stream(stored(new, cursor), built(sources(a=22, b=9), old, sequences_per_iteration=5))
+    later, _ = continue_stream(state_of(new, cursor), make(sources(a=22, b=9), old, sequences_per_iteration=5))
     assert later.phases == new.phases
 
 
@@ -179,8 +179,8 @@ def test_unpacked_epochs_are_rounded_by_the_first_geometry(sources: Sources) -> 
 def test_weighted_ids_never_come_twice(sources: Sources, window: int | None, weights: list[float]) -> None:
     old = make_stream(sources(a=17, b=5), window=window, weights=weights)
     rows, cursor = mid_epoch(old, 1, 4)
-    present = built(sources(a=19, b=7), old, window=window, weights=weights)
-    new, _ = continue_stream(stored(old, cursor), present, on_change="append")
+    present = make(sources(a=19, b=7), old, window=window, weights=weights)
+    new, _ = continue_stream(state_of(old, cursor), present, on_change="append")
     rows += epochs(new, cursor, 4)
     assert len(set(ids(new, rows))) == len(ids(new, rows))
     # in the new phase each source starts from its beginning: all of a before any record of it repeats
@@ -190,14 +190,14 @@ def test_weighted_ids_never_come_twice(sources: Sources, window: int | None, wei
             if epoch >= 2:
                 passes.setdefault((d.source, d.pass_number), set()).add(d.index)
     first = new.phases[-1].first_pass
-    drawn = 2 * new.order.counts[1]
-    assert len(passes[1, first]) == min(drawn, 7)
-    other = built(sources(a=19, b=7), old, window=window, weights=[2.0, 1.0])
+    draws = 2 * new.order.counts[1]
+    assert len(passes[1, first]) == min(draws, 7)
+    other = make(sources(a=19, b=7), old, window=window, weights=[2.0, 1.0])
     with pytest.raises(ResumeBlocked, match="the weights were"):
-        continue_stream(stored(old, cursor), other, on_change="append")
+        continue_stream(state_of(old, cursor), other, on_change="append")
 
 
-def edited(folder: Path, records: list[Any], name: str, change: Any, *, processor: Any = None) -> Any:
+def edit(folder: Path, records: list[Any], name: str, change: Any, *, processor: Any = None) -> Any:
     lines = list(records)
     change(lines)
     path = write_jsonl(folder / f"{name}.jsonl", lines)
@@ -220,21 +220,21 @@ def test_what_was_not_only_appended_is_refused(
 ) -> None:
     old = make_stream(sources(a=17), window=6)
     _, cursor = mid_epoch(old, 0, 2)
-    other = edited(folder, records[:25], f"edited-{request.node.callspec.id}".replace(" ", "-"), change)
-    present = built([other], old, window=6)
-    assert not compare(stored(old, cursor), present).only_appended
+    other = edit(folder, records[:25], f"edited-{request.node.callspec.id}".replace(" ", "-"), change)
+    present = make([other], old, window=6)
+    assert not compare(state_of(old, cursor), present).only_appended
     with pytest.raises(ResumeBlocked, match=r"a had .*are not the old ones|the records of a"):
-        continue_stream(stored(old, cursor), present, on_change="append")
+        continue_stream(state_of(old, cursor), present, on_change="append")
     with pytest.raises(ResumeBlocked, match="choose --on-data-change restart"):
-        continue_stream(stored(old, cursor), present)
+        continue_stream(state_of(old, cursor), present)
 
 
 @pytest.mark.parametrize(("was", "now"), [(None, 5), (6, None), (6, 4)])
 def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | None, now: int | None) -> None:
     old = make_stream(sources(a=17, b=9), window=was)
     before, cursor = mid_epoch(old, 1, 4)
-    present = built(sources(b=12, a=5), old, window=now, seed=8, seq_length=80, sequences_per_iteration=4)
-    new, at = continue_stream(stored(old, cursor), present, on_change="restart")
+    present = make(sources(b=12, a=5), old, window=now, seed=8, seq_length=80, sequences_per_iteration=4)
+    new, at = continue_stream(state_of(old, cursor), present, on_change="restart")
     assert at == Cursor(2, 0, 0, cursor.sequences) and new.sequences_per_epoch == old.sequences_per_epoch
     rows = epochs(new, at, 5)
     if now is not None:
@@ -242,24 +242,24 @@ def test_restart_begins_a_new_epoch_of_any_data(sources: Sources, was: int | Non
     assert set(Counter(epoch for epoch, _, _ in rows)) == {2, 3, 4}
     assert not set(ids(old, before)) & set(ids(new, rows))
     for i, (_, _, position) in enumerate(rows[:20], start=1):
-        again, found = continue_stream(stored(new, position), present)
-        assert found == position and take(again, 3, position) == take(new, 3, position)
+        again, again_at = continue_stream(state_of(new, position), present)
+        assert again_at == position and take(again, 3, position) == take(new, 3, position)
         assert again.seek(cursor.sequences + i) == position
-    for lost in (lambda: new.seek(cursor.sequences - 1), lambda: next(new.rows(Cursor(1, 0, 0, 30)))):
+    for call in (lambda: new.seek(cursor.sequences - 1), lambda: next(new.rows(Cursor(1, 0, 0, 30)))):
         with pytest.raises(DataError, match="before the data was replaced"):
-            lost()
+            call()
 
 
 def test_append_after_a_restart(sources: Sources) -> None:
     old = make_stream(sources(a=17))
     before, cursor = mid_epoch(old, 0, 4)
-    new, at = continue_stream(stored(old, cursor), built(sources(b=9), old, window=4), on_change="restart")
+    new, at = continue_stream(state_of(old, cursor), make(sources(b=9), old, window=4), on_change="restart")
     # immediately, before any sample was used: the restarted phase is replaced
-    more, same = continue_stream(stored(new, at), built(sources(b=12), old, window=4), on_change="append")
+    more, same = continue_stream(state_of(new, at), make(sources(b=12), old, window=4), on_change="append")
     assert same == at and [phase.first_epoch for phase in more.phases] == [1]
     assert more.seek(at.sequences) == at and by_epoch(epochs(more, at, 2)) == {1: once(12)}
     rows = epochs(new, at, 2)[:2]
-    more, same = continue_stream(stored(new, rows[-1][2]), built(sources(b=12), old, window=4), on_change="append")
+    more, same = continue_stream(state_of(new, rows[-1][2]), make(sources(b=12), old, window=4), on_change="append")
     rows += epochs(more, same, 4)
     assert by_epoch(rows) == {1: once(9), 2: once(12), 3: once(12)}
     assert [more.seek(after.sequences) for _, _, after in rows] == [after for _, _, after in rows]
@@ -268,10 +268,10 @@ def test_append_after_a_restart(sources: Sources) -> None:
 
 def test_the_text_of_differences(sources: Sources) -> None:
     old = make_stream(sources(a=17, b=9), window=6)
-    was = stored(old, Cursor(0, 1, 0, 3))
+    was = state_of(old, Cursor(0, 1, 0, 3))
 
     def differs(datasets: list[Any], **more: Any) -> dict[str, str]:
-        change = compare(was, built(datasets, old, **{"window": 6, **more}))
+        change = compare(was, make(datasets, old, **{"window": 6, **more}))
         assert bool(change) == bool(change.differences)
         return dict(change.differences)
 
@@ -285,13 +285,13 @@ def test_the_text_of_differences(sources: Sources) -> None:
     assert set(differs(sources(a=17, c=9))) == {"names"}
     assert differs(sources(a=17, b=12)) == {"sizes": "b had 9 records and has 12"}
     with pytest.raises(ResumeBlocked, match=r"append .* or --on-data-change restart"):
-        continue_stream(was, built(sources(a=17, b=12), old, window=6))
+        continue_stream(was, make(sources(a=17, b=12), old, window=6))
     for more in ({"seed": 4}, {"window": 7}, {"seq_length": 97}):
-        present = built(sources(a=17, b=12), old, **{"window": 6, **more})
+        present = make(sources(a=17, b=12), old, **{"window": 6, **more})
         with pytest.raises(ResumeBlocked, match="cannot be appended"):
             continue_stream(was, present, on_change="append")
     with pytest.raises(ResumeBlocked, match="new ones may only follow"):
-        continue_stream(was, built(sources(c=5, a=17, b=9), old, window=6), on_change="append")
+        continue_stream(was, make(sources(c=5, a=17, b=9), old, window=6), on_change="append")
 
 
 ROWS = {

@@ -31,11 +31,11 @@ def loader(data: Any, geometry: Geometry, *, window: int | None = 12, **more: An
 
 
 def updates(number: int, *arguments: Any, **more: Any) -> list[list[MicroBatch]]:
-    made = loader(*arguments, **more)
+    data_loader = loader(*arguments, **more)
     try:
-        return list(islice(made, number))
+        return list(islice(data_loader, number))
     finally:
-        made.close()
+        data_loader.close()
 
 
 def flat(many: list[list[MicroBatch]]) -> list[MicroBatch]:
@@ -88,10 +88,10 @@ def test_killed_and_resumed_after_every_update(data: Any, window: int | None) ->
     geometry = Geometry(2, 2, 1)
     length = make_stream([data], window=window).sequences_per_epoch
     whole = updates(12, data, geometry, window=window)
-    for done in range(0, 12, 3):
-        cursor = whole[done - 1][-1].cursor if done else Cursor()
-        rest = updates(12 - done, data, geometry, window=window, cursor=cursor, sequences_per_epoch=length)
-        for one, other in zip(flat(whole[done:]), flat(rest), strict=True):
+    for count in range(0, 12, 3):
+        cursor = whole[count - 1][-1].cursor if count else Cursor()
+        rest = updates(12 - count, data, geometry, window=window, cursor=cursor, sequences_per_epoch=length)
+        for one, other in zip(flat(whole[count:]), flat(rest), strict=True):
             same(one.batch, other.batch)
             assert one.cursor == other.cursor
 
@@ -108,11 +108,11 @@ def test_a_packet_has_the_same_bits_and_aligned_memory(data: Any) -> None:
     """Sums of unaligned memory could differ."""
     for rows in ([row for row, _ in islice(make_stream([data], window=12).rows(), 3)], [()]):
         batch = collate(rows, [data], data.processor, seq_length=96)
-        sent = pickle.loads(ForkingPickler.dumps(Packet.packed(batch)))
-        assert sent.block.is_shared()
-        received = sent.unpacked()
-        same(received, batch)
-        tensors = [value for value in vars(received).values() if isinstance(value, torch.Tensor)]
+        packet = pickle.loads(ForkingPickler.dumps(Packet.pack(batch)))
+        assert packet.block.is_shared()
+        copy = packet.unpack()
+        same(copy, batch)
+        tensors = [value for value in vars(copy).values() if isinstance(value, torch.Tensor)]
         assert all(tensor.data_ptr() % 64 == 0 and not tensor.is_shared() for tensor in tensors)
 
 
@@ -120,13 +120,13 @@ def test_a_packet_has_the_same_bits_and_aligned_memory(data: Any) -> None:
 def test_no_batch_is_overwritten_while_it_is_used(data: Any, monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
     """Batches are kept, and read late, when the workers have made all that they were asked for."""
     expected = [micro.batch for update in updates(8, data, Geometry(2, 2, 1)) for micro in update]
-    unpacked = Packet.unpacked
+    unpack = Packet.unpack
 
     def late(self: Packet) -> Any:
         time.sleep(0.03)
-        return unpacked(self)
+        return unpack(self)
 
-    monkeypatch.setattr(Packet, "unpacked", late)
+    monkeypatch.setattr(Packet, "unpack", late)
     loading = loader(data, Geometry(2, 2, 1), num_workers=2, prefetch_factor=factor)
     batches = [micro.batch for update in islice(loading, 8) for micro in update]
     loading.close()

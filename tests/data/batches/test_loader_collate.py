@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.data.support import NumberTokenizer, image, make_processor, mixed_dataset, picture, talk, text, write_jsonl
-from tests.golden_files import BAGEL, BAGEL_META, read_json
+from tests.support.golden_files import BAGEL, BAGEL_META, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.batches.loader import collate
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
@@ -30,7 +30,7 @@ def same(one: PackedBatch, other: PackedBatch) -> None:
         assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, Tensor) else a == b, field.name
 
 
-class AsStated(ImageTransform):
+class StatedSizes(ImageTransform):
     """Returns for each image, identified by its size in the file, the size that the pack states."""
 
     def __init__(self, max_size: int, min_size: int, stride: int) -> None:
@@ -46,9 +46,9 @@ def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
     patch = facts["bagel_config"]["latent_patch_size"]
     return UnifiedProcessor(
         NumberTokenizer(),
-        vit_transform=AsStated(*facts["vit_transform"]),
+        vit_transform=StatedSizes(*facts["vit_transform"]),
         vit_patch_size=facts["vit_patch_size"],
-        vae_transform=AsStated(*facts["vae_transform"]),
+        vae_transform=StatedSizes(*facts["vae_transform"]),
         latent_channels=facts["vae_params"]["z_channels"],
         latent_patch_size=patch,
         vae_spatial_downsample=down,
@@ -60,25 +60,25 @@ def golden_processor(facts: dict[str, Any], **changes: Any) -> UnifiedProcessor:
 
 def golden_records(folder: Path, pack: dict[str, Any], processor: UnifiedProcessor) -> list[Any]:
     """The four samples of the public pack; each file has another size, for the pack's own sizes of both encoders."""
-    left = {kind: [tuple(shape[:0:-1]) for shape in pack[f"{kind}_image_shapes"]] for kind in ("vae", "vit")}
+    shapes = {kind: [tuple(shape[:0:-1]) for shape in pack[f"{kind}_image_shapes"]] for kind in ("vae", "vit")}
     transforms = {"vae": processor.vae_transform, "vit": processor.vit_transform}
 
     def draw(name: str, *kinds: str) -> str:
         source = (20 + len(list(folder.glob("*.png"))), 20)
         picture(folder / name, *source)
         for kind in kinds:
-            transforms[kind].stated[source] = left[kind].pop(0)
+            transforms[kind].stated[source] = shapes[kind].pop(0)
         return name
 
-    drawn, seen, edited, result = (
+    drawing, photo, before, result = (
         draw("drawn.png", "vae"), draw("seen.png", "vit"), draw("edited.png", "vae", "vit"), draw("result.png", "vae")
     )  # fmt: skip
-    assert left == {"vae": [], "vit": []}
+    assert shapes == {"vae": [], "vit": []}
     t2i, und, edit, plain = ([" ".join(map(str, ids)) for ids in s["texts"]] for s in pack["samples"])
     return [
-        talk(text("user", t2i[0]), image("assistant", drawn)),
-        talk(image("user", seen), text("user", und[0]), text("assistant", und[1])),
-        talk(image("user", edited), text("user", edit[0]), image("assistant", result)),
+        talk(text("user", t2i[0]), image("assistant", drawing)),
+        talk(image("user", photo), text("user", und[0]), text("assistant", und[1])),
+        talk(image("user", before), text("user", edit[0]), image("assistant", result)),
         talk(text("assistant", plain[0])),
     ]
 
@@ -171,8 +171,8 @@ def test_condition_dropout(tmp_path: Path) -> None:
     assert torch.equal(no_vit.flow_noise, whole.flow_noise)  # the remaining images have the same noise
     everything = batch(text_dropout=1.0, vit_dropout=1.0, vae_dropout=1.0)
     assert everything.split_modes.tolist() == [NOISE] and everything.position_ids.tolist() == [2] * 3
-    dropped = sum(batch(number, text_dropout=0.3).split_modes.numel() == 3 for number in range(300))
-    assert 60 < dropped < 120
+    drops = sum(batch(number, text_dropout=0.3).split_modes.numel() == 3 for number in range(300))
+    assert 60 < drops < 120
     spoken = write_jsonl(tmp_path / "spoken.jsonl", [talk(text("user", "ask"), text("assistant", "yes"))])
     dataset = UnifiedGenerationDataset(spoken, make_processor(text_dropout=1.0))
     answer = collate([(Draw(0, 0, 0),)], [dataset], dataset.processor, seq_length=200)

@@ -30,7 +30,7 @@ def test_describe(tmp_path: Path) -> None:
     assert describe_data(make_stream(sets))["samples_per_sequence"] == 1.0
 
 
-def logged(folder: Path, digits: Path, lines: list[str]) -> list[str]:
+def log_of(folder: Path, digits: Path, lines: list[str]) -> list[str]:
     data = folder.with_suffix(".jsonl")
     data.write_text("".join(lines))
     source = [{"type": "UnifiedGenerationDataset", "data_path": str(data), "image_root": str(digits)}]
@@ -48,7 +48,7 @@ def kinds(digits: Path) -> tuple[list[str], list[str]]:
 def test_a_start_logs_what_an_epoch_draws(tmp_path: Path, digits: Path) -> None:
     draws, reads = kinds(digits)
     assert draws and reads
-    lines = logged(tmp_path / "even", digits, draws[:20] + reads[:20])
+    lines = log_of(tmp_path / "even", digits, draws[:20] + reads[:20])
     (line,) = [line for line in lines if "generate text" in line]
     assert "20 generate images" in line and "40 samples drawn an epoch" in line
     assert not [line for line in lines if "WARNING" in line]
@@ -58,18 +58,18 @@ def test_skipped_records_are_not_in_the_statistics(tmp_path: Path, digits: Path)
     draws, reads = kinds(digits)
     record = json.loads(reads[0])
     record["conversations"][-1]["content"] = " ".join(["7"] * 400)
-    lines = logged(tmp_path / "long", digits, [*draws[:20], *reads[:20], *[json.dumps(record) + "\n"] * 5])
+    lines = log_of(tmp_path / "long", digits, [*draws[:20], *reads[:20], *[json.dumps(record) + "\n"] * 5])
     assert any("5 skipped" in line for line in lines), lines
     (line,) = [line for line in lines if "generate text" in line]
     assert "40 samples drawn an epoch" in line and "20 generate text, 20 generate images" in line
-    (short,) = [line for line in logged(tmp_path / "even", digits, draws[:20] + reads[:20]) if "generate text" in line]
+    (short,) = [line for line in log_of(tmp_path / "even", digits, draws[:20] + reads[:20]) if "generate text" in line]
     assert line.partition(": ")[2].partition(": ")[2] == short.partition(": ")[2].partition(": ")[2]
 
 
 @pytest.mark.parametrize(("images", "texts"), [(2, 30), (30, 2)])
 def test_a_strong_imbalance_is_a_warning(tmp_path: Path, digits: Path, images: int, texts: int) -> None:
     draws, reads = kinds(digits)
-    lines = logged(tmp_path / "odd", digits, draws[:images] + reads[:texts])
+    lines = log_of(tmp_path / "odd", digits, draws[:images] + reads[:texts])
     (line,) = [line for line in lines if "WARNING" in line]
     more, fewer = ("texts", "images") if texts > images else ("images", "texts")
     assert f"30 samples of an epoch generate {more}, 2 generate {fewer}: more than 10 to 1" in line and "weight" in line

@@ -42,10 +42,10 @@ def test_continuing_from_every_cursor(data: Any, window: int | None) -> None:
     rows = take(stream, 70)
     assert rows[-1][1].epoch >= 1  # across the end of an epoch
     for i, (_, cursor) in enumerate(rows[:50]):
-        restored = Cursor.from_state_dict(cursor.state_dict())
-        assert restored == cursor and cursor.sequences == i + 1
+        copy = Cursor.from_state_dict(cursor.state_dict())
+        assert copy == cursor and cursor.sequences == i + 1
         fresh = make_stream([data], window=window, sequences_per_epoch=stream.sequences_per_epoch)
-        assert take(fresh, 20, restored) == rows[i + 1 : i + 21]
+        assert take(fresh, 20, copy) == rows[i + 1 : i + 21]
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.5, 0.2]])
@@ -113,8 +113,8 @@ def test_fingerprint_follows_every_part(data: Any, three: list[Any], tmp_path: P
         make_stream([three[1], three[0], three[2]], window=8),
     ]
     assert len({stream.fingerprint for stream in streams}) == len(streams)
-    moved = mixed_dataset(tmp_path / "moved", 41)
-    assert make_stream([moved], window=8).fingerprint == streams[0].fingerprint
+    dataset = mixed_dataset(tmp_path / "moved", 41)
+    assert make_stream([dataset], window=8).fingerprint == streams[0].fingerprint
     again = make_stream([data], window=8, sequences_per_epoch=7, sequences_per_iteration=3)
     assert again.fingerprint == streams[0].fingerprint  # neither geometry nor epoch length is part of the data
     assert streams[0].facts["sizes"] == [41] and streams[0].facts["names"] == ["train"]

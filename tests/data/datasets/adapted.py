@@ -92,7 +92,7 @@ class Wrong(Items):
         return {**item, **self.change}
 
 
-class Typed(Items):
+class TypedItems(Items):
     """As a tokenizer of transformers makes them; of one item the types are not 0."""
 
     def __init__(self, reads: str, second: int = -1) -> None:

@@ -22,13 +22,13 @@ from unigen_ds.system.journals import read_lines
 
 def config(folder: Path, kind: str, *, more: Any = None, resume: Any = False, **arguments: Any) -> Any:
     options = {"train_dataloader__batch_size": 1, "train_dataloader__packing__window": 8}
-    made = tiny_config(folder, folder, resume=resume, **options)
+    settings = tiny_config(folder, folder, resume=resume, **options)
     own = {"type": f"tests.data.datasets.adapted.{kind}", **arguments}
-    made["train_dataloader"]["dataset"] = {"type": "DatasetAdapter", "name": "own", "dataset": own, **(more or {})}
-    return made
+    settings["train_dataloader"]["dataset"] = {"type": "DatasetAdapter", "name": "own", "dataset": own, **(more or {})}
+    return settings
 
 
-def trained(folder: Path, kind: str, *, updates: int = 3, **more: Any) -> tuple[list[Any], list[Any]]:
+def train(folder: Path, kind: str, *, updates: int = 3, **more: Any) -> tuple[list[Any], list[Any]]:
     Runner.from_cfg(config(folder, kind, **more), max_updates=updates).train()
     losses = [line["loss"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line]
     return losses, [line["digest"] for line in read_lines(folder / "ledger.jsonl")]
@@ -39,25 +39,25 @@ def reads(path: Path) -> list[list[str]]:
 
 
 def test_a_data_set_with_lengths_is_not_read_for_them(tmp_path: Path) -> None:
-    read = trained(tmp_path / "read", "Items", reads=str(tmp_path / "a"))
-    given = trained(tmp_path / "given", "WithLengths", reads=str(tmp_path / "b"))
-    assert given == read, "the same sequences with the same content"
+    read = train(tmp_path / "read", "Items", reads=str(tmp_path / "a"))
+    with_lengths = train(tmp_path / "given", "WithLengths", reads=str(tmp_path / "b"))
+    assert with_lengths == read, "the same sequences with the same content"
     assert len(reads(tmp_path / "b")) == len(reads(tmp_path / "a")) - adapted.NUMBER
-    trained(tmp_path / "cut", "WithLengths", updates=1, reads=str(tmp_path / "c"))
-    assert trained(tmp_path / "cut", "WithLengths", reads=str(tmp_path / "c"), resume=True) == given
+    train(tmp_path / "cut", "WithLengths", updates=1, reads=str(tmp_path / "c"))
+    assert train(tmp_path / "cut", "WithLengths", reads=str(tmp_path / "c"), resume=True) == with_lengths
 
 
 def test_an_item_of_another_length_is_a_counted_skip(tmp_path: Path) -> None:
-    made = config(tmp_path, "WithLengths", reads=str(tmp_path / "a"), extra=2)
-    made["train_dataloader"]["max_skipped_fraction"] = 1.0
-    Runner.from_cfg(made, max_updates=1).train()
+    settings = config(tmp_path, "WithLengths", reads=str(tmp_path / "a"), extra=2)
+    settings["train_dataloader"]["max_skipped_fraction"] = 1.0
+    Runner.from_cfg(settings, max_updates=1).train()
     lines = [json.loads(line) for line in (tmp_path / "skipped_samples.jsonl").read_text().splitlines()]
     assert lines and "tokens, but" in str(lines[0])
 
 
 @pytest.mark.parametrize("measured", [False, True], ids=["read", "measured"])
 def test_each_image_has_its_role(measured: bool, tmp_path: Path) -> None:
-    losses, _ = trained(tmp_path, "Edits", measured=measured)
+    losses, _ = train(tmp_path, "Edits", measured=measured)
     assert len(losses) == 3 and all(loss > 0 for loss in losses)
     assert {"loss/image", "loss/text"} <= set(next(iter(read_lines(tmp_path / "metrics.jsonl"))))
 
@@ -72,8 +72,8 @@ def test_roles_are_the_places_of_images() -> None:
         before = [kinds[role] for role in roles if role != "target"]
         assert batch.split_modes.tolist() == [*before, 0, *[2] * roles.count("target")] and not batch.skipped
         targets = [k / 4 for k, role in enumerate(roles) if role == "target"]
-        drawn = batch.vae_images[-len(targets) :]
-        assert [float(one.mean()) for one in drawn] == pytest.approx(targets)
+        vae_images = batch.vae_images[-len(targets) :]
+        assert [float(one.mean()) for one in vae_images] == pytest.approx(targets)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_a_wrong_item_is_named(change: Any, message: str, tmp_path: Path) -> Non
 
 
 def test_data_without_an_item_or_a_target_stops_the_start(tmp_path: Path) -> None:
-    given = {"reads": str(tmp_path / "reads"), "change": "unlearned", "every": True}
+    options = {"reads": str(tmp_path / "reads"), "change": "unlearned", "every": True}
     with pytest.raises(DataError, match="own: none of its 40 items has a target: labels are -100"):
-        Runner.from_cfg(config(tmp_path, "Wrong", **given))
+        Runner.from_cfg(config(tmp_path, "Wrong", **options))
     with pytest.raises(DataError, match="own: the data set has no item"):
-        Runner.from_cfg(config(tmp_path, "Wrong", number=0, **given))
-    masked = {"input_ids": [5000, 1, 2], "labels": [5000, 1, 2], "attention_mask": [0.0, 1.0, 1.0]}
-    Runner.from_cfg(config(tmp_path, "Wrong", reads=given["reads"], change=masked), max_updates=1).train()
+        Runner.from_cfg(config(tmp_path, "Wrong", number=0, **options))
+    change = {"input_ids": [5000, 1, 2], "labels": [5000, 1, 2], "attention_mask": [0.0, 1.0, 1.0]}
+    Runner.from_cfg(config(tmp_path, "Wrong", reads=options["reads"], change=change), max_updates=1).train()
 
 
 def test_token_types_of_zeros_are_not_used_and_others_are_refused(tmp_path: Path) -> None:
-    plain = trained(tmp_path / "plain", "Items", reads=str(tmp_path / "b"))
-    assert trained(tmp_path / "typed", "Typed", reads=str(tmp_path / "a")) == plain
+    plain = train(tmp_path / "plain", "Items", reads=str(tmp_path / "b"))
+    assert train(tmp_path / "typed", "TypedItems", reads=str(tmp_path / "a")) == plain
     with pytest.raises(DataError, match=r"own\[3\] has the key 'token_type_ids', .*token_type_ids where all are 0"):
-        Runner.from_cfg(config(tmp_path / "other", "Typed", reads=str(tmp_path / "c"), second=3))
+        Runner.from_cfg(config(tmp_path / "other", "TypedItems", reads=str(tmp_path / "c"), second=3))

@@ -156,6 +156,6 @@ def test_digits_are_written_once_by_processes_that_start_together(tmp_path: Path
         thread.join()
     assert not errors and (root / "complete").exists()
     assert [p.name for p in root.parent.iterdir()] == ["digits"]  # no incomplete file is left
-    written = (root / "complete").stat().st_mtime_ns
+    time_of_write = (root / "complete").stat().st_mtime_ns
     write_digits(root)
-    assert (root / "complete").stat().st_mtime_ns == written
+    assert (root / "complete").stat().st_mtime_ns == time_of_write

@@ -68,7 +68,7 @@ class AtLeastTwoTurns(RecordFilter):
 
 def row(image: str, *answers: str, **ratings: Any) -> dict[str, Any]:
     texts = [{"user": "this is", "assistant": answer} for answer in answers]
-    return {"images": [image], "texts": texts, **{f"{name}_ratings": given for name, given in ratings.items()}}
+    return {"images": [image], "texts": texts, **{f"{name}_ratings": rating for name, rating in ratings.items()}}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -99,11 +99,11 @@ def source(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def config(folder: Path, path: Path, *, resume: Any = False, val: Any = None, **more: Any) -> Any:
-    made = tiny_config(folder, folder, train_dataloader__batch_size=1, resume=resume)
-    made["train_dataloader"]["dataset"] = source(path, **more)
+    settings = tiny_config(folder, folder, train_dataloader__batch_size=1, resume=resume)
+    settings["train_dataloader"]["dataset"] = source(path, **more)
     if val is not None:
-        made["val_dataloader"] = val
-    return made
+        settings["val_dataloader"] = val
+    return settings
 
 
 def losses(folder: Path) -> list[Any]:
@@ -124,14 +124,14 @@ def test_what_is_left_out_is_counted_and_keeps_its_number(
     Runner.from_cfg(config(tmp_path / "cut", data, filters=LIMITS, resume=True), max_updates=4).train()
     assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
     file = tmp_path / "config.py"
-    made = plain_values(config(tmp_path / "straight", data, filters=LIMITS))
-    file.write_text("".join(f"{key} = {value!r}\n" for key, value in made.items()))
+    settings = plain_values(config(tmp_path / "straight", data, filters=LIMITS))
+    file.write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
     assert inspect_data([str(file), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)["sources"]["talks"]
     assert report["filters"]["removed"] == REMOVED and report["filters"]["records"] == 13 and report["records"] == 7
     assert inspect_data([str(file), "--sequences", "0:8"]) == 0
-    shown = capsys.readouterr().out
-    assert {int(word.split(":")[1]) for word in shown.split() if word.startswith("talks:")} == {*KEPT}
+    output = capsys.readouterr().out
+    assert {int(word.split(":")[1]) for word in output.split() if word.startswith("talks:")} == {*KEPT}
     assert inspect_data([str(file), "--ledger", str(tmp_path / "cut" / "ledger.jsonl")]) == 0
     assert "every digest agrees" in capsys.readouterr().out
     assert inspect_data([str(file)]) == 0 and "  filters remove 6 of 13 records" in capsys.readouterr().out
@@ -144,11 +144,11 @@ def test_samples_are_those_of_a_file_without_what_is_left_out(data: Path) -> Non
         record.pop("relevance_ratings", None), record.pop("formatting_ratings", None)
     plain = write_jsonl(data.parent / "plain.jsonl", [rest[number] for number in KEPT])
     processor = make_processor()
-    left = apply_filters(UnifiedGenerationDataset(data, processor, filters=LIMITS))
+    subset = apply_filters(UnifiedGenerationDataset(data, processor, filters=LIMITS))
     expected = UnifiedGenerationDataset(plain, processor)
-    assert len(left) == len(expected) == 7 and left.numbers.tolist() == KEPT
-    assert [left.sample(i) for i in range(7)] == [expected.sample(i) for i in range(7)]
-    assert np.array_equal(left.counts().tokens, expected.counts().tokens)
+    assert len(subset) == len(expected) == 7 and subset.numbers.tolist() == KEPT
+    assert [subset.sample(i) for i in range(7)] == [expected.sample(i) for i in range(7)]
+    assert np.array_equal(subset.counts().tokens, expected.counts().tokens)
 
 
 def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_other_limits_are_another_data_set_and_no_limits_none(data: Path, tmp_pa
     assert len(all_kept) == len(without) and all_kept.fingerprint != without.fingerprint
     Runner.from_cfg(config(tmp_path, data, filters=LIMITS), max_updates=1).train()
     weaker = [{**LIMITS[0], "relevance_min_rating": 2}, *LIMITS[1:]]
-    with pytest.raises(ResumeBlocked) as caught:
+    with pytest.raises(ResumeBlocked) as error:
         Runner.from_cfg(config(tmp_path, data, filters=weaker, resume=True), max_updates=2).train()
-    assert "the filters of talks were RatingFilter(formatting_min_rating=2" in str(caught.value)
-    assert "relevance_min_rating=2" in str(caught.value)
-    assert "talks had 7 records and has 8" in str(caught.value)
+    assert "the filters of talks were RatingFilter(formatting_min_rating=2" in str(error.value)
+    assert "relevance_min_rating=2" in str(error.value)
+    assert "talks had 7 records and has 8" in str(error.value)
 
 
 def test_a_filter_that_was_edited_is_changed_data_where_it_keeps_others(
@@ -184,9 +184,9 @@ def test_appended_records_and_a_share_for_validation(data: Path, tmp_path: Path)
     path.write_text(path.read_text() + "".join(json.dumps(one) + "\n" for one in rows()[:3]))
     with pytest.raises(ResumeBlocked, match="talks"):
         Runner.from_cfg(config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True), max_updates=2).train()
-    grown = config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True)
-    grown["on_data_change"] = "append"
-    Runner.from_cfg(grown, max_updates=3).train()
+    settings = config(tmp_path / "run", path, filters=LIMITS, val=val, resume=True)
+    settings["on_data_change"] = "append"
+    Runner.from_cfg(settings, max_updates=3).train()
     assert "filters remove 7 of 16 records" in (tmp_path / "run" / "train.log").read_text()
 
 
@@ -196,12 +196,10 @@ def test_a_filter_that_leaves_nothing(data: Path) -> None:
         apply_filters(UnifiedGenerationDataset(data, make_processor(), filters=filters))
 
 
-@pytest.mark.parametrize(
-    ("ratings", "shown"), [([3], r"\[3\]"), ([3, True], r"\[3, True\]"), ([3, "5"], r"\[3, .5.\]")]
-)
-def test_ratings_that_do_not_fit_their_questions(ratings: list[Any], shown: str, data: Path) -> None:
+@pytest.mark.parametrize(("ratings", "text"), [([3], r"\[3\]"), ([3, True], r"\[3, True\]"), ([3, "5"], r"\[3, .5.\]")])
+def test_ratings_that_do_not_fit_their_questions(ratings: list[Any], text: str, data: Path) -> None:
     path = write_jsonl(data.parent / "wrong.jsonl", [row("small.png", "one", "two", relevance=ratings)])
-    with pytest.raises(DataError, match=f"wrong.jsonl:1: relevance_ratings is {shown}. Allowed: 2 numbers or null"):
+    with pytest.raises(DataError, match=f"wrong.jsonl:1: relevance_ratings is {text}. Allowed: 2 numbers or null"):
         apply_filters(UnifiedGenerationDataset(path, make_processor(), filters=LIMITS))
 
 
@@ -216,14 +214,14 @@ def test_records_of_too_many_images(data: Path) -> None:
     images = [{"images": ["small.png"] * number, "texts": [{"user": "a", "assistant": "b"}]} for number in (1, 2, 5)]
     path = write_jsonl(data.parent / "many.jsonl", images)
     for limit in ({"max_tiles": 2}, {"max_images": 2}):
-        left = apply_filters(UnifiedGenerationDataset(path, processor, filters=[{"type": "ImageCountFilter", **limit}]))
-        assert left.numbers.tolist() == [0, 1] and left.choice.report["removed"] == {"ImageCountFilter": 1}
+        rest = apply_filters(UnifiedGenerationDataset(path, processor, filters=[{"type": "ImageCountFilter", **limit}]))
+        assert rest.numbers.tolist() == [0, 1] and rest.choice.report["removed"] == {"ImageCountFilter": 1}
 
 
 def test_the_first_records_are_counted_in_the_file_and_filtered_then(data: Path, tmp_path: Path) -> None:
     Runner.from_cfg(config(tmp_path, data, filters=LIMITS, num_used_data=8), max_updates=2).train()
     assert "filters remove 4 of 8 records" in (tmp_path / "train.log").read_text()
-    left = apply_filters(
+    subset = apply_filters(
         first_records(UnifiedGenerationDataset(data, make_processor(), filters=LIMITS, num_used_data=8))
     )
-    assert [record_number(left, i) for i in range(len(left))] == [0, 2, 6, 7] and whole_of(left).name == "talks"
+    assert [record_number(subset, i) for i in range(len(subset))] == [0, 2, 6, 7] and whole_of(subset).name == "talks"

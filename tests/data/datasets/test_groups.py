@@ -64,15 +64,15 @@ def sources(folder: Path | None = None, *, images: int = 31) -> list[Any]:
 
 def stream(datasets: list[Any] | None = None, groups: Any = GROUPS, *, window: int = 48, **more: Any) -> SequenceStream:
     datasets = datasets or sources()
-    blended = blend(datasets, [len(d) for d in datasets], groups)
-    return make_stream(datasets, window=window, seq_length=SEQ_LENGTH, weights=blended.weights, blend=blended, **more)
+    mixture = blend(datasets, [len(d) for d in datasets], groups)
+    return make_stream(datasets, window=window, seq_length=SEQ_LENGTH, weights=mixture.weights, blend=mixture, **more)
 
 
 def test_weights_are_those_of_groups_then_of_sources() -> None:
-    found = blend(sources(), [31, 17, 120, 80], GROUPS)
-    assert found.weights == ("31/960", "17/960", "19/30", "19/60")
-    assert (found.mandatory, found.names) == (((0, 1),), ("images",))
-    assert found.facts == {
+    mixture = blend(sources(), [31, 17, 120, 80], GROUPS)
+    assert mixture.weights == ("31/960", "17/960", "19/30", "19/60")
+    assert (mixture.mandatory, mixture.names) == (((0, 1),), ("images",))
+    assert mixture.facts == {
         "groups": {"images": {"weight": 0.5, "mandatory": True}, "texts": {"weight": 9.5, "mandatory": False}},
         "sources": [["images", None], ["images", None], ["texts", 2], ["texts", 1]],
     }
@@ -93,30 +93,30 @@ def test_every_sequence_has_a_sample_of_each_mandatory_group(mandatory: tuple[st
         name: DataGroup.model_validate({"weight": group.weight, "mandatory": name in mandatory})
         for name, group in GROUPS.items()
     }
-    made = stream(groups=groups)
-    assert made.packer is not None
-    drawn: list[Draw] = []
-    for row, _ in islice(made.rows(), 700):
-        assert sum(made._tokens[d.source][d.index] for d in row) <= SEQ_LENGTH
-        assert all(any(d.source in group for d in row) for group in made.order.mandatory)
-        drawn += row
-    once_each_pass_after_pass(drawn, made)
-    counts = Counter(d.source for d in drawn)
+    mixed_stream = stream(groups=groups)
+    assert mixed_stream.packer is not None
+    draws: list[Draw] = []
+    for row, _ in islice(mixed_stream.rows(), 700):
+        assert sum(mixed_stream._tokens[d.source][d.index] for d in row) <= SEQ_LENGTH
+        assert all(any(d.source in group for d in row) for group in mixed_stream.order.mandatory)
+        draws += row
+    once_each_pass_after_pass(draws, mixed_stream)
+    counts = Counter(d.source for d in draws)
     if not mandatory:
-        assert abs(counts[0] + counts[1] - len(drawn) / 20) <= made.packer.window / 20 + 1
+        assert abs(counts[0] + counts[1] - len(draws) / 20) <= mixed_stream.packer.window / 20 + 1
     else:
         assert counts[0] + counts[1] >= 700
 
 
-def once_each_pass_after_pass(drawn: list[Draw], made: SequenceStream) -> None:
+def once_each_pass_after_pass(draws: list[Draw], stream: SequenceStream) -> None:
     """No (record, pass) twice; apart from one window, no pass begins before the one before it is complete."""
-    assert len(set(drawn)) == len(drawn)
-    for source, size in enumerate(made.order.sizes):
-        passes = Counter(d.pass_number for d in drawn if d.source == source)
+    assert len(set(draws)) == len(draws)
+    for source, size in enumerate(stream.order.sizes):
+        passes = Counter(d.pass_number for d in draws if d.source == source)
         assert sorted(passes) == list(range(len(passes)))
-        slack = 2 * made.packer.window // size + 2  # the samples of a window are in any order
+        slack = 2 * stream.packer.window // size + 2  # the samples of a window are in any order
         assert all(passes[number] == size for number in range(len(passes) - slack))
-        last = [d for d in drawn if d.source == source]
+        last = [d for d in draws if d.source == source]
         assert [d.pass_number for d in last] == sorted(d.pass_number for d in last) or slack
 
 
@@ -150,9 +150,9 @@ def test_what_cannot_be_in_every_sequence_is_refused() -> None:
             return [[i] for i in range(len(lengths))]
 
     with pytest.raises(ConfigError, match=r"packing is Plain.*BestFitPacking"):
-        blended = blend(sources(), [31, 17, 120, 80], GROUPS)
-        weights = blended.weights
-        make_stream(sources(), window=9, packing=Plain, seq_length=SEQ_LENGTH, weights=weights, blend=blended)
+        mixture = blend(sources(), [31, 17, 120, 80], GROUPS)
+        weights = mixture.weights
+        make_stream(sources(), window=9, packing=Plain, seq_length=SEQ_LENGTH, weights=weights, blend=mixture)
     long = [*sources()[:3], Lengths("short", [99, 80, 60], group="texts", weight=1)]
     with pytest.raises(DataError, match=r"needs up to 40 tokens of 100: 2 samples .* more than the 60 tokens"):
         stream(long)
@@ -164,22 +164,22 @@ def test_groups_are_part_of_the_data() -> None:
     """Another weight is a change of the data; a group whose sources follow their sizes may be appended to."""
     first = stream()
     row = next(islice(first.rows(), 70, 71))
-    stored = json.loads(json.dumps({"cursor": row[1].state_dict(), **first.identity}))
-    assert stored["facts"]["order"] == "mixture-2" and not compare(stored, stream())
+    state = json.loads(json.dumps({"cursor": row[1].state_dict(), **first.identity}))
+    assert state["facts"]["order"] == "mixture-2" and not compare(state, stream())
     other = {**GROUPS, "texts": DataGroup.model_validate({"weight": 9})}
-    assert [fact for fact, _ in compare(stored, stream(groups=other)).differences] == ["weights"]
+    assert [fact for fact, _ in compare(state, stream(groups=other)).differences] == ["weights"]
     longer = stream(sources(images=40), sequences_per_epoch=first.sequences_per_epoch)
     with pytest.raises(ResumeBlocked, match="drawn had 31 records and has 40"):
-        continue_stream(stored, longer)
+        continue_stream(state, longer)
     for choice in ("append", "restart"):
-        went_on, cursor = continue_stream(stored, longer, on_change=choice)  # type: ignore[arg-type]
+        went_on, cursor = continue_stream(state, longer, on_change=choice)  # type: ignore[arg-type]
         before = [d for row, _ in islice(first.rows(), 71) for d in row]
         after = [d for row, _ in islice(went_on.rows(cursor), 400) for d in row]
         assert len({*before, *after}) == len(before) + len(after), "no (record, pass) twice"
         assert any(d.source == 0 and d.index >= 31 for d in after)
         again = json.loads(json.dumps({"cursor": cursor.state_dict(), **went_on.identity}))
-        resumed, at = continue_stream(again, longer)
-        assert [r for r, _ in islice(resumed.rows(at), 400)] == [r for r, _ in islice(went_on.rows(cursor), 400)]
+        present, at = continue_stream(again, longer)
+        assert [r for r, _ in islice(present.rows(at), 400)] == [r for r, _ in islice(went_on.rows(cursor), 400)]
 
 
 def test_only_the_first_records_are_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,9 +213,9 @@ def test_long_periods_resume_from_the_state_of_their_cursor() -> None:
 def test_an_unpacked_epoch_leaves_no_draw_out() -> None:
     """With whole iterations alone, what an epoch has no space for is drawn in the next one."""
     data = [Lengths("a", [5] * 10), Lengths("b", [7] * 7)]
-    made = make_stream(data, weights=[1.0, 2.0], sequences_per_iteration=5)
-    rows = [row[0] for row, _ in islice(made.rows(), 200)]
-    assert made.sequences_per_epoch == 15
+    stream = make_stream(data, weights=[1.0, 2.0], sequences_per_iteration=5)
+    rows = [row[0] for row, _ in islice(stream.rows(), 200)]
+    assert stream.sequences_per_epoch == 15
     for source, size in ((0, 10), (1, 7)):
         mine = [d for d in rows if d.source == source]
         assert [d.pass_number for d in mine] == [i // size for i in range(len(mine))]
@@ -225,8 +225,8 @@ def test_an_unpacked_epoch_leaves_no_draw_out() -> None:
 def test_rows_are_those_of_ever() -> None:
     """Pinned: checkpoints with mixture-2 and FastPacking-1 continue with these rows."""
     no_groups = make_stream([Lengths("a", [5] * 17), Lengths("b", [7] * 9)], weights=[1.0, 3.0])
-    found = [fingerprint([row for row, _ in islice(made.rows(), 90)]) for made in (stream(), no_groups)]
-    assert found == ["1aac6b578415e041327e67ca9f49c006", "688cfb594394e8be1ba6e371ce762ffc"]
+    digests = [fingerprint([row for row, _ in islice(one.rows(), 90)]) for one in (stream(), no_groups)]
+    assert digests == ["1aac6b578415e041327e67ca9f49c006", "688cfb594394e8be1ba6e371ce762ffc"]
     assert (stream().fingerprint, no_groups.fingerprint) == (
         "46e8b5f13f5fedb7a683092eedaa2e60",
         "51476868674b80ebb391943c0e602d27",
@@ -235,11 +235,11 @@ def test_rows_are_those_of_ever() -> None:
 
 def test_the_share_holds_after_packing_at_the_end_of_each_window() -> None:
     groups = {name: DataGroup.model_validate({"weight": group.weight}) for name, group in GROUPS.items()}
-    made, drawn, position = stream(groups=groups), Counter[int](), 0
-    shares = [Fraction(weight) for weight in made.order.weights or ()]  # type: ignore[arg-type]
+    mixed_stream, counts, position = stream(groups=groups), Counter[int](), 0
+    shares = [Fraction(weight) for weight in mixed_stream.order.weights or ()]  # type: ignore[arg-type]
     for epoch in range(3):
-        for window in range(made.num_windows(epoch)):
-            rows = made.window_rows(epoch, window)
-            drawn.update(d.source for row in rows for d in row)
+        for window in range(mixed_stream.num_windows(epoch)):
+            rows = mixed_stream.window_rows(epoch, window)
+            counts.update(d.source for row in rows for d in row)
             position += sum(map(len, rows))
-            assert all(abs(drawn[k] - share * position) <= 1 for k, share in enumerate(shares))
+            assert all(abs(counts[k] - share * position) <= 1 for k, share in enumerate(shares))

@@ -33,9 +33,9 @@ def vlm(folder: Path, **changes: Any) -> VLMProcessor:
 
 
 def pixels(image: Image.Image) -> np.ndarray:
-    found = np.asarray(image.convert("RGB"))
+    array = np.asarray(image.convert("RGB"))
     assert image.mode in ("RGB", "L") and "transparency" not in image.info
-    return found
+    return array
 
 
 def three(array: np.ndarray) -> np.ndarray:
@@ -53,12 +53,12 @@ def test_grey_of_16_bits_keeps_its_upper_8(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", ["png", "webp", "tif"])
 def test_exif_turns_a_picture_upright(tmp_path: Path, suffix: str) -> None:
     upright = RNG.integers(0, 256, (4, 8), dtype=np.uint8)
-    for orientation, stored in UPRIGHT.items():
+    for orientation, turn in UPRIGHT.items():
         exif = Image.Exif()
         exif[0x0112] = orientation
         path = tmp_path / f"{orientation}.{suffix}"
         lossless = {"lossless": True} if suffix == "webp" else {}
-        Image.fromarray(np.ascontiguousarray(stored(upright))).save(path, exif=exif.tobytes(), **lossless)
+        Image.fromarray(np.ascontiguousarray(turn(upright))).save(path, exif=exif.tobytes(), **lossless)
         assert image_header(path).size == (8, 4)
         assert np.array_equal(pixels(open_image(path)), three(upright)), orientation
 
@@ -73,8 +73,8 @@ def test_transparency_as_the_public_code_of_the_family(tmp_path: Path) -> None:
     palette.putpalette([10, 20, 30, 40, 50, 60])
     for suffix in ("png", "gif"):
         palette.save(tmp_path / f"palette.{suffix}", transparency=1)
-    keyed = Image.fromarray(np.array([[[1, 2, 3], [7, 8, 9]]], dtype=np.uint8))
-    keyed.save(tmp_path / "keyed.png", transparency=(7, 8, 9))
+    picture = Image.fromarray(np.array([[[1, 2, 3], [7, 8, 9]]], dtype=np.uint8))
+    picture.save(tmp_path / "keyed.png", transparency=(7, 8, 9))
     bagel, nanovlm = make_processor(), vlm(tmp_path)
     assert np.abs(pixels(bagel.read_image(tmp_path / "rgba.png")) - white).max() < 1.0
     assert np.array_equal(pixels(nanovlm.read_image(tmp_path / "rgba.png")), RGBA[..., :3])

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.data.support import picture
-from tests.golden_files import BAGEL, BAGEL_META, atol, read_json
+from tests.support.golden_files import BAGEL, BAGEL_META, atol, read_json
 from unigen_ds.data.images.image_files import ImageTransform, UnreadableImage, image_header, open_image, patchify
 
 VAE, VIT = (64, 32, 16), (84, 28, 14)
@@ -23,12 +23,12 @@ def test_golden_pixels() -> None:
     vae, vit = (ImageTransform(*BAGEL_META[f"{part}_transform"]) for part in ("vae", "vit"))
     for case in cases["edit"].values():
         picture = open_image(BAGEL / case["png"])
-        for made, name in ((vae(picture), "edit.vae_image"), (vit(vae.resize(picture)), "edit.vit_image")):
-            torch.testing.assert_close(made, golden[name], atol=atol(f"bagel/{name}"), rtol=0)
-    seen = {name: case for name, case in cases["und"].items() if case["has_image"]}
-    for case_name, case in seen.items():
-        made, name = vit(vae.resize(open_image(BAGEL / case["png"]))), f"und.{case_name}.vit_image"
-        torch.testing.assert_close(made, golden[name], atol=atol(f"bagel/{name}"), rtol=0)
+        for tensor, name in ((vae(picture), "edit.vae_image"), (vit(vae.resize(picture)), "edit.vit_image")):
+            torch.testing.assert_close(tensor, golden[name], atol=atol(f"bagel/{name}"), rtol=0)
+    with_image = {name: case for name, case in cases["und"].items() if case["has_image"]}
+    for case_name, case in with_image.items():
+        tensor, name = vit(vae.resize(open_image(BAGEL / case["png"]))), f"und.{case_name}.vit_image"
+        torch.testing.assert_close(tensor, golden[name], atol=atol(f"bagel/{name}"), rtol=0)
 
 
 def test_golden_patches() -> None:
@@ -66,11 +66,11 @@ def test_values_and_modes() -> None:
 def test_broken_images_are_named(tmp_path: Path) -> None:
     good = picture(tmp_path / "good.png", 40, 40)
     assert image_header(good).size == (40, 40)
-    truncated = tmp_path / "truncated.png"
-    truncated.write_bytes(good.read_bytes()[:600])
-    assert image_header(truncated).size == (40, 40)  # the header is complete
+    path = tmp_path / "truncated.png"
+    path.write_bytes(good.read_bytes()[:600])
+    assert image_header(path).size == (40, 40)  # the header is complete
     with pytest.raises(UnreadableImage, match=r"truncated\.png cannot be decoded"):
-        open_image(truncated)
+        open_image(path)
     noise = tmp_path / "noise.png"
     noise.write_bytes(b"no picture")
     for bad in (noise, tmp_path / "missing.png"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.golden_files import NANOVLM, atol, read_json
+from tests.support.golden_files import NANOVLM, atol, read_json
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import open_image
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles

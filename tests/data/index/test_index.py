@@ -79,9 +79,9 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
     (cache,) = caches(tmp_path)
     content = bytearray(cache.read_bytes())
     content[len(content) // 2] ^= 0xFF
-    broken = {"truncate": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"hello"}[damage]
+    damaged_bytes = {"truncate": content[: len(content) // 2], "flip": content, "empty": b"", "text": b"hello"}[damage]
     cache.unlink()  # the first index has it mapped
-    cache.write_bytes(bytes(broken))
+    cache.write_bytes(bytes(damaged_bytes))
     with caplog.at_level(logging.WARNING):
         again = build_index(path)
     assert again.digest == first.digest and np.array_equal(again.source.lengths, first.source.lengths)
@@ -95,8 +95,8 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
 def test_a_cache_is_never_unpickled(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     np.savez(cache, key=np.asarray("k"), values=np.asarray([{"a": 1}], dtype=object))
-    found = load_or_make(cache, "k", lambda: {"values": np.arange(3)})
-    assert found["values"].tolist() == [0, 1, 2]
+    arrays = load_or_make(cache, "k", lambda: {"values": np.arange(3)})
+    assert arrays["values"].tolist() == [0, 1, 2]
 
 
 def test_a_cache_of_another_key_is_not_used(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_cache_dir_where_the_data_folder_is_not_writable(tmp_path: Path) -> None
     data = tmp_path / "data"
     path = write_jsonl(data / "t.jsonl", mixed_records(data, 4))
     (data / FOLDER).write_text("a file where the folder should be")
-    built = build_index(path, cache_dir=tmp_path / "cache")
-    assert built.folder == tmp_path / "cache" and list(built.folder.glob("t.jsonl-*.arrays"))
+    index = build_index(path, cache_dir=tmp_path / "cache")
+    assert index.folder == tmp_path / "cache" and list(index.folder.glob("t.jsonl-*.arrays"))
     assert build_index(path).folder is None  # no folder for the cache: still works
 
 
@@ -156,12 +156,12 @@ def planned_by(monkeypatch: pytest.MonkeyPatch, folder: Path, then: Callable[[],
     """Each process that plans a chunk leaves a file with its number in ``folder``, then calls ``then``."""
     chunk = index_module.Plan.__call__
 
-    def noted(self: Any, given: Any) -> Any:
+    def note(self: Any, part: Any) -> Any:
         (folder / f"{os.getpid()}.pid").touch()
         then()
-        return chunk(self, given)
+        return chunk(self, part)
 
-    monkeypatch.setattr(index_module.Plan, "__call__", noted)
+    monkeypatch.setattr(index_module.Plan, "__call__", note)
 
 
 def pids(folder: Path) -> set[int]:

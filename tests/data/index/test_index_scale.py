@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import build_index, make_processor, mixed_records, write_jsonl
-from tests.processes import popen
+from tests.support.processes import popen
 from unigen_ds.data.cache import array_cache
 from unigen_ds.data.cache.array_cache import FOLDER
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
@@ -66,20 +66,20 @@ def build_process(path: Path, slow: float) -> subprocess.Popen[str]:
 def test_killed_while_it_is_built(tmp_path: Path) -> None:
     """SIGKILL after some chunks: no file of that name, and the next start makes the whole one and removes the rest."""
     path = write_jsonl(tmp_path / "t.jsonl", mixed_records(tmp_path, 24))
-    killed = build_process(path, 5.0)
-    assert killed.stdout is not None
-    assert killed.stdout.readline().startswith("chunk")
+    process = build_process(path, 5.0)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("chunk")
     time.sleep(0.1)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    names = [found.name for found in (tmp_path / FOLDER).iterdir()]
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    names = [file.name for file in (tmp_path / FOLDER).iterdir()]
     assert [name for name in names if ".tmp-" in name], names
     assert not [name for name in names if name.endswith(".arrays")], names
     (tmp_path / "whole").mkdir()
     whole = write_jsonl(tmp_path / "whole" / "t.jsonl", mixed_records(tmp_path / "whole", 24))
     first, second = (UnifiedGenerationDataset(one, make_processor()) for one in (path, whole))
     assert first.fingerprint == second.fingerprint
-    assert not [found for found in (tmp_path / FOLDER).iterdir() if ".tmp-" in found.name]
+    assert not [file for file in (tmp_path / FOLDER).iterdir() if ".tmp-" in file.name]
 
 
 def test_two_processes_build_it_once(tmp_path: Path) -> None:

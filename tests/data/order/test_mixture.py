@@ -37,8 +37,8 @@ def test_every_position_is_within_one_draw_of_the_share(kind: str) -> None:
     for trial in range(40):
         weights = weights_of(kind, trial)
         sources, numbers = Mixture([exact(weight) for weight in weights]).draws(0, 3000)
-        found, number = deviation(weights, sources), len(weights)
-        assert found <= (1 - 1 / (2 * number - 2) if number > 1 else 0) + 1e-6, (weights, found)
+        distance, number = deviation(weights, sources), len(weights)
+        assert distance <= (1 - 1 / (2 * number - 2) if number > 1 else 0) + 1e-6, (weights, distance)
         for source in range(number):
             assert numbers[sources == source].tolist() == list(range(int((sources == source).sum())))
 
@@ -53,9 +53,9 @@ def test_epochs_follow_each_other_without_a_seam(kind: str) -> None:
         draws = [draw for epoch in range(6) for draw in order.draws(epoch, 0, order.epoch_size)]
         assert deviation(weights, np.asarray([draw.source for draw in draws])) <= 1
         for source, size in enumerate(sizes):
-            drawn = [(draw.pass_number, draw.index) for draw in draws if draw.source == source]
-            assert [number for number, _ in drawn] == [i // size for i in range(len(drawn))]
-            assert len(set(drawn)) == len(drawn)
+            pairs = [(draw.pass_number, draw.index) for draw in draws if draw.source == source]
+            assert [number for number, _ in pairs] == [i // size for i in range(len(pairs))]
+            assert len(set(pairs)) == len(pairs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,8 +42,8 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     indices = [tuple(d.index for d in draws) for draws in orders]
     assert len(set(indices)) == 4
     assert all(i != tuple(range(50)) for i in indices)
-    mixed = [tuple(d.source for d in GlobalOrder([25, 25], seed=s).draws(e, 0, 50)) for s in (1, 2) for e in (0, 1)]
-    assert len(set(mixed)) == 4, "the order of the sources also differs between epochs"
+    rows = [tuple(d.source for d in GlobalOrder([25, 25], seed=s).draws(e, 0, 50)) for s in (1, 2) for e in (0, 1)]
+    assert len(set(rows)) == 4, "the order of the sources also differs between epochs"
 
 
 def test_any_slice_is_a_slice_of_the_whole() -> None:

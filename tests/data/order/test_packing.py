@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.golden_files import NANOVLM, read_json
+from tests.support.golden_files import NANOVLM, read_json
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.order.packing import BestFitPacking
 
@@ -29,13 +29,13 @@ def check(groups: list[list[int]], lengths: list[int], tiles: list[int], seq_len
 
 @pytest.mark.parametrize(("name", "least"), [("long_tailed", 0.99), ("uniform", 0.99), ("many_images", None)])
 def test_utilisation_on_public_lists(name: str, least: float | None) -> None:
-    stored = STORED["lists"][name]
-    lengths, tiles = (list(column) for column in zip(*stored["samples"], strict=True))
+    record = STORED["lists"][name]
+    lengths, tiles = (list(column) for column in zip(*record["samples"], strict=True))
     groups = BestFitPacking(max_tiles=MAX_IMAGES).plan(lengths, tiles, SEQ_LENGTH, key=1)
     utilisation = check(groups, lengths, tiles, SEQ_LENGTH, MAX_IMAGES)
     bound = max(math.ceil(sum(min(n, SEQ_LENGTH) for n in lengths) / SEQ_LENGTH), math.ceil(sum(tiles) / MAX_IMAGES))
     print(f"{name}: {utilisation:.4f} with {len(groups)} sequences, at least {bound} are needed")
-    assert utilisation > stored["one_shot"]["utilisation"] or len(groups) == bound
+    assert utilisation > record["one_shot"]["utilisation"] or len(groups) == bound
     if least is not None:
         assert utilisation >= least
     else:  # here the image limit decides, and no plan can have fewer sequences
@@ -93,7 +93,7 @@ def test_the_plan_is_what_its_fingerprint_says() -> None:
 
 def test_mandatory_groups_are_in_every_sequence_or_what_they_lack_is_returned() -> None:
     draw = random.Random(3)
-    planned = 0
+    count = 0
     for trial in range(200):
         number, limit = draw.randint(1, 60), draw.choice([None, 4])
         lengths = [draw.randint(0, 40) for _ in range(number)]
@@ -105,7 +105,7 @@ def test_mandatory_groups_are_in_every_sequence_or_what_they_lack_is_returned() 
         if any(missing):
             assert not plan and [len(group) + lack for group, lack in zip(groups, missing, strict=True)] >= [1]
             continue
-        planned += 1
+        count += 1
         check(plan, lengths, tiles if limit else [0] * number, 130, limit or 1)
         assert all(set(sequence) & set(group) for sequence in plan for group in groups)
-    assert planned > 50
+    assert count > 50

@@ -37,13 +37,13 @@ RECORDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
 
 
 def config(work_dir: Path, data: Path, **more: Any) -> Any:
-    made = tiny_config(work_dir, work_dir, train_dataloader__batch_size=1, train_dataloader__packing__window=8)
-    made["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data), **more}
-    return made
+    settings = tiny_config(work_dir, work_dir, train_dataloader__batch_size=1, train_dataloader__packing__window=8)
+    settings["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(data), **more}
+    return settings
 
 
-def inspected(made: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    (folder / "config.json").write_text(json.dumps(plain_values(made)))
+def inspect(settings: Any, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    (folder / "config.json").write_text(json.dumps(plain_values(settings)))
     capsys.readouterr()
     return inspect_data([str(folder / "config.json"), *options]), capsys.readouterr().out
 
@@ -52,23 +52,23 @@ def words(layout: str, key: str) -> str:
     return f"{key if ' ' in key else f'`{key}`'}, which the layout `{layout}` does not use"
 
 
-def unused(dataset: UnifiedGenerationDataset) -> dict[str, int]:
-    return {text: len(records) for text, records in unused_records(dataset.index.unused).items()}
+def count_unused(dataset: UnifiedGenerationDataset) -> dict[str, int]:
+    return {text: len(records) for text, records in unused_records(dataset.index.unused_codes).items()}
 
 
 def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture(tmp_path / "1.png", 8, 8)
     data = write_jsonl(tmp_path / "rows.jsonl", [record for record, _ in RECORDS for _ in range(2)])
-    made = config(tmp_path / "run", data)
-    Runner.from_cfg(made, max_updates=1).train()
+    settings = config(tmp_path / "run", data)
+    Runner.from_cfg(settings, max_updates=1).train()
     expected = {words(*one) for _, keys in RECORDS for one in keys}
-    status, out = inspected(made, tmp_path, capsys)
+    status, out = inspect(settings, tmp_path, capsys)
     log = (tmp_path / "run" / "train.log").read_text()
-    assert status == 0 and all(f"2 of 18 records (11 %): {text}" in shown for text in expected for shown in (log, out))
-    report = json.loads(inspected(made, tmp_path, capsys, "--json")[1])
-    noticed = {one["reason"]: one["number"] for one in report["sources"]["rows"]["noticed"]}
-    assert {text for text, number in noticed.items() if "does not use" in text and number == 2} == expected
-    status, _ = inspected(made, tmp_path, capsys, "--html", str(tmp_path / "page.html"))
+    assert status == 0 and all(f"2 of 18 records (11 %): {text}" in page for text in expected for page in (log, out))
+    report = json.loads(inspect(settings, tmp_path, capsys, "--json")[1])
+    notices = {one["reason"]: one["number"] for one in report["sources"]["rows"]["noticed"]}
+    assert {text for text, number in notices.items() if "does not use" in text and number == 2} == expected
+    status, _ = inspect(settings, tmp_path, capsys, "--html", str(tmp_path / "page.html"))
     assert "which the layout `document` does not use" in (tmp_path / "page.html").read_text()
 
 
@@ -77,11 +77,11 @@ def test_a_renamed_key_and_captions_decide_what_is_used(tmp_path: Path) -> None:
     record = {"image": "1.png", "caption": "one", "text": "this is two"}
     data = write_jsonl(tmp_path / "rows.jsonl", [record])
     pq.write_table(pa.Table.from_pylist([record, {"text": "alone"}]), tmp_path / "rows.parquet")
-    drawn = UnifiedGenerationDataset(data, make_processor(), captions="generate")
-    assert unused(drawn) == {words("text", "caption"): 1}
-    assert unused(UnifiedGenerationDataset(tmp_path / "rows.parquet", make_processor())) == unused(drawn)
-    renamed = UnifiedGenerationDataset(data, make_processor(), columns={"text": "long"})
-    assert not unused(renamed) and renamed.turns(0)[0].value == "one"
+    drawings = UnifiedGenerationDataset(data, make_processor(), captions="generate")
+    assert count_unused(drawings) == {words("text", "caption"): 1}
+    assert count_unused(UnifiedGenerationDataset(tmp_path / "rows.parquet", make_processor())) == count_unused(drawings)
+    other = UnifiedGenerationDataset(data, make_processor(), columns={"text": "long"})
+    assert not count_unused(other) and other.turns(0)[0].value == "one"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
     make.tar(tmp_path / "some.tar", [*members.items()])
     dataset = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
     assert [dataset.turns(i)[0].value for i in range(5)] == ["one"] * 5
-    left_out = {text.partition(", which")[0]: number for text, number in unused(dataset).items()}
+    left_out = {text.partition(", which")[0]: number for text, number in count_unused(dataset).items()}
     assert left_out.pop("an image that the .json does not name") == 1, "of d, not of e, whose image is named"
     left_out.pop("`caption`")
     assert [(key.split()[0], number) for key, number in left_out.items()] == [("another", 1)]
@@ -123,14 +123,14 @@ def test_texts_of_a_sample_of_a_tar_that_are_not_read(tmp_path: Path) -> None:
 
 def test_turns_of_role_and_type(tmp_path: Path) -> None:
     """An image that one of them names is used, also of a sample of a tar."""
-    asked = {"role": "user", "type": "text", "content": "one"}
+    question = {"role": "user", "type": "text", "content": "one"}
     image = picture(tmp_path / "1.png", 8, 8).read_bytes()
-    drawn = [{"role": "assistant", "type": "image", "image_path": name} for name in ("0.png", "1.1.png")]
-    named = [json.dumps({"conversations": [asked, turn]}).encode() for turn in drawn]
-    members = {"0.png": image, "0.json": named[0], "1.0.png": image, "1.1.png": image, "1.json": named[1]}
+    drawings = [{"role": "assistant", "type": "image", "image_path": name} for name in ("0.png", "1.1.png")]
+    lines = [json.dumps({"conversations": [question, turn]}).encode() for turn in drawings]
+    members = {"0.png": image, "0.json": lines[0], "1.0.png": image, "1.1.png": image, "1.json": lines[1]}
     make.tar(tmp_path / "some.tar", [*members.items()])
     tar = UnifiedGenerationDataset(tmp_path / "some.tar", make_processor())
-    assert unused(tar) == {words("conversations", "images"): 1}
+    assert count_unused(tar) == {words("conversations", "images"): 1}
 
 
 def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_files_of_an_image_folder_that_are_not_read(tmp_path: Path) -> None:
     (folder / "z.png").symlink_to(folder / "none.png")
     for name in "xyz":
         (folder / f"{name}.txt").write_text(name)
-    made = config(tmp_path / "run", folder)
-    Runner.from_cfg(made, max_updates=1).train()
+    settings = config(tmp_path / "run", folder)
+    Runner.from_cfg(settings, max_updates=1).train()
     log = (tmp_path / "run" / "train.log").read_text()
     (line,) = [one for one in log.splitlines() if "files that are not read: " in one]
     assert set(line.rpartition("read: ")[2].split(", ")) == {
@@ -161,35 +161,35 @@ def missing(folder: Path, *names: str) -> Path:
 
 
 def test_the_last_line_counts_updates_and_samples(tmp_path: Path) -> None:
-    made = config(tmp_path / "run", missing(tmp_path, "1.png", "2.png", "3.png"))
-    made["train_dataloader"] |= {"max_skipped_fraction": 1.0, "packing": None, "batch_size": 1}
-    train_config(made, max_updates=8)
+    settings = config(tmp_path / "run", missing(tmp_path, "1.png", "2.png", "3.png"))
+    settings["train_dataloader"] |= {"max_skipped_fraction": 1.0, "packing": None, "batch_size": 1}
+    train_config(settings, max_updates=8)
     (line,) = [one for one in (tmp_path / "run" / "train.log").read_text().splitlines() if " updates skipped)" in one]
     assert "after 8 updates (0 updates skipped), 8 samples (2 samples skipped), 8 sequences" in line
 
 
 def test_what_a_start_refuses_is_in_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = missing(tmp_path, "1.png")
-    rated = {"filters": [{"type": "RatingFilter", "relevance_min_rating": 3}]}
-    status, out = inspected(config(tmp_path / "run", data, **rated), tmp_path, capsys)
+    limit = {"filters": [{"type": "RatingFilter", "relevance_min_rating": 3}]}
+    status, out = inspect(config(tmp_path / "run", data, **limit), tmp_path, capsys)
     assert status == 0 and "the first: rows:" in out and "A start is refused" not in out
     assert "RatingFilter does nothing: no record has ratings" in out
     (tmp_path / "1.png").unlink()
-    status, out = inspected(config(tmp_path / "run", data), tmp_path, capsys)
+    status, out = inspect(config(tmp_path / "run", data), tmp_path, capsys)
     assert status == 1 and "A start is refused: rows: none of its 4 images can be read" in out and "gone.png" in out
     with pytest.raises(DataError, match="none of its 4 images can be read"):
         Runner.from_cfg(config(tmp_path / "run", data))
 
 
 def test_a_source_without_a_readable_image_is_skipped_and_its_group_named(tmp_path: Path) -> None:
-    made = config(tmp_path / "run", missing(tmp_path), name="drawn", on_error="skip")
+    cfg = config(tmp_path / "run", missing(tmp_path), name="drawn", on_error="skip")
     texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "this is one"}] * 4)
-    dataset = [made["train_dataloader"]["dataset"], {"type": "UnifiedGenerationDataset", "data_path": str(texts)}]
-    made["train_dataloader"]["dataset"] = dataset
-    assert Runner.from_cfg(made)._parts.start.data.stream.names == ("texts",)
+    dataset = [cfg["train_dataloader"]["dataset"], {"type": "UnifiedGenerationDataset", "data_path": str(texts)}]
+    cfg["train_dataloader"]["dataset"] = dataset
+    assert Runner.from_cfg(cfg)._parts.start.data.stream.names == ("texts",)
     log = (tmp_path / "run" / "train.log").read_text()
     assert "data set drawn is skipped (on_error='skip'): drawn: none of its 4 images can be read" in log
-    made["train_dataloader"]["dataset"] = [{**one, "group": group} for one, group in zip(dataset, "ab", strict=True)]
-    made["train_dataloader"]["groups"] = {"a": {"weight": 1.0}, "b": {"weight": 1.0}}
+    cfg["train_dataloader"]["dataset"] = [{**one, "group": group} for one, group in zip(dataset, "ab", strict=True)]
+    cfg["train_dataloader"]["groups"] = {"a": {"weight": 1.0}, "b": {"weight": 1.0}}
     with pytest.raises(DataError, match=r"every data set of the group a is skipped \(on_error='skip'\): drawn"):
-        Runner.from_cfg(made)
+        Runner.from_cfg(cfg)

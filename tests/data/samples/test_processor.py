@@ -26,7 +26,7 @@ def plan(folder: Path, *turns: dict[str, str], **changes: Any) -> Sample:
     return make_processor(**changes).plan(parse_record(talk(*turns), "w", image_root=folder), "w")
 
 
-def shown(sample: Sample) -> list[str]:
+def descriptions(sample: Sample) -> list[str]:
     """``kind:name`` of images, ``+``/``-`` (loss or not) and the text; ``?`` marks what may be dropped."""
     out = []
     for split in sample.splits:
@@ -41,7 +41,7 @@ def shown(sample: Sample) -> list[str]:
 
 def test_text_to_image(folder: Path) -> None:
     sample = plan(folder, text("user", "draw"), image("assistant", "a.png"))
-    assert shown(sample) == ["-draw?", "noise:a"]
+    assert descriptions(sample) == ["-draw?", "noise:a"]
     assert sample.splits[1].grid == (1, 2)  # 8 x 16 pixels, 8 per latent patch
     assert sample.num_tokens == 6 + 4
 
@@ -75,7 +75,7 @@ TURNS = {
 @pytest.mark.parametrize("case", TURNS)
 def test_splits_of_turns(folder: Path, case: str) -> None:
     turns, expected = TURNS[case]
-    assert shown(plan(folder, *turns)) == expected
+    assert descriptions(plan(folder, *turns)) == expected
 
 
 def test_unreadable_header_is_the_smallest_image(folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_unreadable_header_is_the_smallest_image(folder: Path) -> None:
 
 def test_models_without_one_of_the_towers(folder: Path) -> None:
     edit = [image("user", "a.png"), text("user", "edit"), image("assistant", "b.png")]
-    assert shown(plan(folder, *edit, vit_transform=None)) == ["vae:a?", "-edit?", "noise:b"]
+    assert descriptions(plan(folder, *edit, vit_transform=None)) == ["vae:a?", "-edit?", "noise:b"]
     with pytest.raises(
         DataError, match=r"w: image .*b\.png is to be generated, but the processor has no vae_transform"
     ):
@@ -99,11 +99,11 @@ def test_truncation_never_divides_an_image(folder: Path) -> None:
     sample = plan(folder, image("user", "a.png"), text("user", "what"), text("assistant", "that"))
     lengths = [split.num_tokens for split in sample.splits]
     assert lengths == [10, 6, 6]
-    assert sample.truncated(22) == sample
-    assert sample.truncated(21).splits[2] == TextSplit(tuple(b"that"), loss=True, following=IGNORED)
-    assert len(sample.truncated(17).splits) == 2 and len(sample.truncated(9).splits) == 0
+    assert sample.truncate(22) == sample
+    assert sample.truncate(21).splits[2] == TextSplit(tuple(b"that"), loss=True, following=IGNORED)
+    assert len(sample.truncate(17).splits) == 2 and len(sample.truncate(9).splits) == 0
     sample = Sample((TokenSplit((1, 2, 3), (2, 3, -100)),))
-    assert sample.truncated(2).splits == (TokenSplit((1, 2), (2, IGNORED)),)
+    assert sample.truncate(2).splits == (TokenSplit((1, 2), (2, IGNORED)),)
 
 
 def test_fingerprint_follows_what_changes_a_plan() -> None:

@@ -35,8 +35,8 @@ def texts_of(dataset: UnifiedGenerationDataset) -> list[str]:
     return [dataset.turns(i)[-1].value for i in range(len(dataset))]
 
 
-def where(found: UnifiedGenerationDataset, number: int) -> str:
-    return str(found.index.source.read(number, number + 1)[0].where)
+def where(dataset: UnifiedGenerationDataset, number: int) -> str:
+    return str(dataset.index.source.read(number, number + 1)[0].where)
 
 
 def dataset(path: Any, **more: Any) -> UnifiedGenerationDataset:
@@ -49,7 +49,7 @@ def write_parquet(path: Path, records: list[dict[str, Any]], **more: Any) -> Pat
     return path
 
 
-def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def capture_warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     return caplog
 
@@ -63,9 +63,9 @@ def test_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     expected = ["2 0", "2 1", "9 0", "9 1", "10 0", "10 1"]
     assert texts_of(dataset(tmp_path / "data")) == expected
     assert texts_of(dataset(str(tmp_path / "data" / "part-*.parquet"))) == expected
-    chosen = dataset([str(tmp_path / "data" / f"part-{k}.parquet") for k in (9, 2)])
-    assert texts_of(chosen) == expected[2:4] + expected[:2]
-    assert where(chosen, 2).endswith("/part-2.parquet row 1")
+    subset = dataset([str(tmp_path / "data" / f"part-{k}.parquet") for k in (9, 2)])
+    assert texts_of(subset) == expected[2:4] + expected[:2]
+    assert where(subset, 2).endswith("/part-2.parquet row 1")
     with pytest.raises(DataError, match=r"no file matches .*none-\*"):
         dataset(str(tmp_path / "none-*.parquet"))
 
@@ -73,22 +73,22 @@ def test_parts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_several_json_files_and_folders_of_equal_names(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_jsonl(tmp_path / name / "train.jsonl", [{"text": f"{name} {i}"} for i in range(2)])
-    found = dataset(tmp_path, name="both")
-    assert texts_of(found) == ["a 0", "a 1", "b 0", "b 1"]
-    assert where(found, 3).endswith("/b/train.jsonl:2")
+    both = dataset(tmp_path, name="both")
+    assert texts_of(both) == ["a 0", "a 1", "b 0", "b 1"]
+    assert where(both, 3).endswith("/b/train.jsonl:2")
     one = dataset(tmp_path / "a" / "train.jsonl")
-    assert one.fingerprint != found.fingerprint and one.prefix_digest(2) == found.prefix_digest(2)
+    assert one.fingerprint != both.fingerprint and one.prefix_digest(2) == both.prefix_digest(2)
     write_jsonl(tmp_path / "b" / "train.jsonl", [{"text": "b 0"}, {"text": "b 9"}])
-    assert dataset(tmp_path).fingerprint != found.fingerprint
+    assert dataset(tmp_path).fingerprint != both.fingerprint
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("path", "name"),
     [("data/train.jsonl", "train"), ("train.jsonl.gz", "train"), ("data/train-*.parquet", "train"),
      ("data/*.tar", "data"), (["a/x.csv", "b/y.csv"], "x"), ("folder", "folder"), ("owner/name", "name")],
 )  # fmt: skip
-def test_the_name_in_sample_ids(given: Any, name: str) -> None:
-    assert default_name(given) == name
+def test_the_name_in_sample_ids(path: Any, name: str) -> None:
+    assert default_name(path) == name
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -116,15 +116,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("divide", "number"), [("file", 1), ("line", 4), ("paragraph", 2)])
 def test_documents_of_a_text_file(divide: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf# Title\r\nline two\r\n \r\n\r\nthree \xf0\x9f\x99\x82\n  four\n\n")
-    found = texts_of(dataset(tmp_path / "a.md", format={"type": "text", "divide": divide}))
-    assert len(found) == number and found[0].startswith("# Title") and "four" in found[-1]
-    assert all(text == text.strip() for text in found) or divide == "file"
+    texts = texts_of(dataset(tmp_path / "a.md", format={"type": "text", "divide": divide}))
+    assert len(texts) == number and texts[0].startswith("# Title") and "four" in texts[-1]
+    assert all(text == text.strip() for text in texts) or divide == "file"
 
 
 def test_csv_cells(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfid,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,plain\r\n3,')
-    found = dataset(tmp_path / "a.csv")
-    assert texts_of(found) == ['a, "b"\r\nc', "plain", ""] and where(found, 1).endswith("/a.csv:5")
+    table = dataset(tmp_path / "a.csv")
+    assert texts_of(table) == ['a, "b"\r\nc', "plain", ""] and where(table, 1).endswith("/a.csv:5")
     messages = json.dumps([{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
     make.rows(tmp_path / "b.csv", [{"messages": messages}])
     assert [turn.value for turn in dataset(tmp_path / "b.csv").turns(0)] == ["q", "a"]
@@ -153,9 +153,9 @@ def test_one_of_several_captions_is_used_and_the_others_are_counted(tmp_path: Pa
     image = picture(tmp_path / "a.png", 8, 8).read_bytes()
     records = [{"image": image, "captions": json.dumps({f"c{k}": f"text {i} {k}" for k in range(3)})} for i in range(9)]
     path = write_parquet(tmp_path / "a.parquet", records)
-    used = [dataset(path).turns(i)[0].value for i in range(9)]
-    assert len({text[-1] for text in used}) > 1, "not always the first"
-    assert used == [dataset(path).turns(i)[0].value for i in range(9)]
+    texts = [dataset(path).turns(i)[0].value for i in range(9)]
+    assert len({text[-1] for text in texts}) > 1, "not always the first"
+    assert texts == [dataset(path).turns(i)[0].value for i in range(9)]
     assert dataset(path).index.unused_texts.tolist() == [2] * 9
 
 
@@ -189,12 +189,12 @@ def test_errors_name_file_and_row(tmp_path: Path) -> None:
 def test_a_stored_image_that_is_none_is_a_counted_skip(tmp_path: Path) -> None:
     good = picture(tmp_path / "a.png", 8, 8).read_bytes()
     records = [{"image": {"bytes": b, "path": None}, "text": "t"} for b in (good, b"no image", good)]
-    found = dataset(write_parquet(tmp_path / "a.parquet", records))
-    assert found.counts().unreadable.tolist() == [0, 1, 0]
-    (split,) = [split for split in found.sample(1).splits if split.error]
+    rows = dataset(write_parquet(tmp_path / "a.parquet", records))
+    assert rows.counts().unreadable.tolist() == [0, 1, 0]
+    (split,) = [split for split in rows.sample(1).splits if split.error]
     assert f"image {tmp_path}/a.parquet row 2: image cannot be read" in split.error
-    sent = pickle.loads(pickle.dumps(split.source))
-    assert sent == f"{tmp_path}/a.parquet row 2: image" and type(sent) is str, "a worker sends no bytes with it"
+    source = pickle.loads(pickle.dumps(split.source))
+    assert source == f"{tmp_path}/a.parquet row 2: image" and type(source) is str, "a worker sends no bytes with it"
 
 
 def test_changed_pixels_inside_a_container_are_a_change(tmp_path: Path) -> None:
@@ -202,8 +202,8 @@ def test_changed_pixels_inside_a_container_are_a_change(tmp_path: Path) -> None:
     for seed in (1, 2):
         image = picture(tmp_path / "a.png", 8, 8, seed=seed).read_bytes()
         make.tar(tmp_path / "a.tar", [("1.png", image), ("1.txt", b"a")])
-        found = dataset(tmp_path / "a.tar")
-        digests.append((found.prefix_digest(1), found.fingerprint, int(found.content_digests()[0])))
+        tar = dataset(tmp_path / "a.tar")
+        digests.append((tar.prefix_digest(1), tar.fingerprint, int(tar.content_digests()[0])))
     assert all(one != two for one, two in zip(*digests, strict=True))
 
 
@@ -221,25 +221,25 @@ class _Harmful:
 def test_pickled_members_are_never_loaded(
     suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog = warned(caplog, monkeypatch)
+    caplog = capture_warnings(caplog, monkeypatch)
     _Harmful.path = str(tmp_path / "executed")
     content = pickle.dumps(_Harmful())
     make.tar(tmp_path / "a.tar", [("1.txt", b"one"), (f"1.{suffix}", content), (f"2.{suffix}", content)])
-    found = dataset(tmp_path / "a.tar")
-    assert texts_of(found) == ["one"] and not (tmp_path / "executed").exists()
+    tar = dataset(tmp_path / "a.tar")
+    assert texts_of(tar) == ["one"] and not (tmp_path / "executed").exists()
     assert f"members that are not read: 2 of another kind (.{suffix}), never loaded" in caplog.text
 
 
 def test_members_of_a_tar(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog = warned(caplog, monkeypatch)
+    caplog = capture_warnings(caplog, monkeypatch)
     image = picture(tmp_path / "a.png", 8, 8).read_bytes()
     long = "d/" * 60 + "x"
     members = [("b/1.txt", b"one"), (f"{long}.png", image), ("a/1.txt", b"two"), (".hidden", b""), ("README", b""),
                ("a/1.cls", b"3"), (f"{long}.txt", b"long"), ("a/1.npy", b"")]  # fmt: skip
     make.tar(tmp_path / "a.tar", members)
-    found = dataset(tmp_path / "a.tar")
-    assert [found.turns(i)[0].value for i in range(3)] == ["one", "long", "two"]
-    assert where(found, 1) == f"{tmp_path}/a.tar sample {long}" and found.counts().images.tolist() == [0, 1, 0]
+    tar = dataset(tmp_path / "a.tar")
+    assert [tar.turns(i)[0].value for i in range(3)] == ["one", "long", "two"]
+    assert where(tar, 1) == f"{tmp_path}/a.tar sample {long}" and tar.counts().images.tolist() == [0, 1, 0]
     left_out = "2 without a suffix, 1 of another kind (.cls), never loaded, 1 of another kind (.npy)"
     assert f"members that are not read: {left_out}" in caplog.text
     content = (tmp_path / "a.tar").read_bytes()
@@ -261,9 +261,9 @@ def test_an_image_that_the_json_of_a_tar_names(tmp_path: Path, name: str) -> Non
     """Its member, whatever folder the name has; any other name is a path, as in every file."""
     image = picture(tmp_path / "a.jpg", 8, 8).read_bytes()
     make.tar(tmp_path / "a.tar", [("1.jpg", image), ("1.json", json.dumps({"image": name, "caption": "one"}).encode())])
-    (found,) = [turn.value for turn in dataset(tmp_path / "a.tar").turns(0) if turn.kind == "image"]
-    assert isinstance(found, StoredImage) == (name not in ("2.jpg", "images/jpg"))
-    assert not isinstance(found, StoredImage) or found.read() == image
+    (image_turn,) = [turn.value for turn in dataset(tmp_path / "a.tar").turns(0) if turn.kind == "image"]
+    assert isinstance(image_turn, StoredImage) == (name not in ("2.jpg", "images/jpg"))
+    assert not isinstance(image_turn, StoredImage) or image_turn.read() == image
 
 
 # --- unpacked copies ----------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_an_image_that_the_json_of_a_tar_names(tmp_path: Path, name: str) -> Non
 def test_a_compressed_file_is_unpacked_once_and_is_the_plain_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog = warned(caplog, monkeypatch)
+    caplog = capture_warnings(caplog, monkeypatch)
     caplog.set_level(logging.INFO)
     plain = write_jsonl(tmp_path / "plain" / "train.jsonl", TEXTS)
     packed = tmp_path / "train.jsonl.gz"
@@ -303,10 +303,10 @@ def test_a_copy_needs_space_and_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_parquet_file_is_copied_once_as_arrow(tmp_path: Path) -> None:
     records = [{"text": f"{i} " + "word " * 200} for i in range(3000)]
     path = write_parquet(tmp_path / "a.parquet", records)
-    found = dataset(path)
+    rows = dataset(path)
     (copy,) = (tmp_path / ".unigen_index" / "unpacked").glob("a.parquet-*.arrow")
-    assert [found.turns(i)[0].value for i in (0, 1500, 2999)] == [records[i]["text"] for i in (0, 1500, 2999)]
-    assert where(found, 2999) == f"{tmp_path}/a.parquet row 3000"
+    assert [rows.turns(i)[0].value for i in (0, 1500, 2999)] == [records[i]["text"] for i in (0, 1500, 2999)]
+    assert where(rows, 2999) == f"{tmp_path}/a.parquet row 3000"
     before = copy.stat().st_mtime_ns
     dataset(path)
     assert copy.stat().st_mtime_ns == before
@@ -329,9 +329,9 @@ def test_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole.save_to_disk(tmp_path / "sharded", num_shards=3)
     assert texts_of(dataset(tmp_path / "sharded")) == [record["text"] for record in TEXTS]
     files = str(write_jsonl(tmp_path / "x.jsonl", TEXTS))
-    loaded = dataset("json", format={"type": "huggingface", "data_files": files}, name="x")
-    assert texts_of(loaded) == [record["text"] for record in TEXTS]
-    assert where(loaded, 2) == "json row 3"
+    rows = dataset("json", format={"type": "huggingface", "data_files": files}, name="x")
+    assert texts_of(rows) == [record["text"] for record in TEXTS]
+    assert where(rows, 2) == "json row 3"
     with pytest.raises(DataError, match=r"is 2 of 7 rows\. Allowed: a whole split"):
         dataset("json", format={"type": "huggingface", "data_files": files, "split": "train[:2]"})
     with pytest.raises(DataError, match="data set 'json' cannot be loaded: FileNotFoundError"):

@@ -79,9 +79,9 @@ def test_lines_are_found_as_one_after_the_other_would(tmp_path: Path) -> None:
         content = draw.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + draw.choice([b"", b'{"z":9}', b'{"z":9} '])
         path.write_bytes(content)
         spans = [*line_spans(path)]
-        found = [content[o : o + n] for o, n in spans]
+        cut_lines = [content[o : o + n] for o, n in spans]
         whole = content.removeprefix(b"\xef\xbb\xbf")
-        assert found == [line.strip() for line in whole.split(b"\n") if line.strip()]
+        assert cut_lines == [line.strip() for line in whole.split(b"\n") if line.strip()]
         assert spans == sorted({*spans})
 
 

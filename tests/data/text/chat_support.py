@@ -10,15 +10,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from tests.golden_files import NANOVLM, read_json
+from tests.support.golden_files import NANOVLM, read_json
 
 META, CONFIG = read_json(NANOVLM / "golden.json"), read_json(NANOVLM / "config.json")
 PIECE = re.compile(r"<[^<>\s]+>|[\s\S]")
 
 
-def golden_text(spaced: str) -> list[str]:
+def golden_text(text: str) -> list[str]:
     """Tokens of a text that are separated by one space; a space can be a token itself."""
-    return re.findall(rf"({PIECE.pattern})(?: |$)", spaced)
+    return re.findall(rf"({PIECE.pattern})(?: |$)", text)
 
 
 def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTrainedTokenizerFast:

@@ -23,11 +23,11 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, str]], *, reply: bool = Fa
 
 
 def messages_of(text: str) -> list[dict[str, str]]:
-    found = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
-    return [{"role": role, "content": content} for role, content in found]
+    messages = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
+    return [{"role": role, "content": content} for role, content in messages]
 
 
-def shown(tokenizer: Any, ids: list[int], from_assistant: list[bool]) -> str:
+def learned_text(tokenizer: Any, ids: list[int], from_assistant: list[bool]) -> str:
     return tokenizer.decode([i for i, own in zip(ids, from_assistant, strict=True) if own])
 
 
@@ -46,7 +46,7 @@ def test_golden_template() -> None:
     assert text == chat["template_text"]
     assert tokenizer.decode(chat_ids(tokenizer, chat["messages"], reply=True)[0]) == text
     answers = "".join(m["content"] + "<|im_end|>\n" for m in chat["messages"] if m["role"] == "assistant")
-    assert shown(tokenizer, *chat_ids(tokenizer, chat["messages"])) == answers
+    assert learned_text(tokenizer, *chat_ids(tokenizer, chat["messages"])) == answers
 
 
 def test_a_default_system_prompt_moves_the_mask_along() -> None:
@@ -56,7 +56,7 @@ def test_a_default_system_prompt_moves_the_mask_along() -> None:
         tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
     )
     assert tokenizer.decode(ids[:3]) == "SYS"
-    assert shown(tokenizer, ids, from_assistant) == "bc<|im_end|>\n"
+    assert learned_text(tokenizer, ids, from_assistant) == "bc<|im_end|>\n"
 
 
 def test_a_template_that_rewrites_what_came_before_is_refused() -> None:

@@ -65,13 +65,13 @@ def turns(*contents: str) -> Any:
 
 
 def test_ids_of_ordinary_texts_are_those_of_the_template(bpe: Path) -> None:
-    made, draw, crossing = processor(bpe), random.Random(1), 0
-    chat = made.tokenizer.chat
+    chat_processor, draw, crossing = processor(bpe), random.Random(1), 0
+    chat = chat_processor.tokenizer.chat
     for _ in range(300):
         contents = [random_text(draw, special=False) for _ in range(draw.randrange(1, 5))]
-        if any(map(made.tokenizer.special.is_spelled_in, contents)):  # "<|" + "im_end" + "|>"
+        if any(map(chat_processor.tokenizer.special.is_spelled_in, contents)):  # "<|" + "im_end" + "|>"
             continue
-        sample = made.plan(turns(*contents))
+        sample = chat_processor.plan(turns(*contents))
         messages = [{"role": ("user", "assistant")[k % 2], "content": c} for k, c in enumerate(contents)]
         expected = chat.apply_chat_template(messages, tokenize=True, return_dict=False)
         assert ids_of(sample) == expected
@@ -81,15 +81,15 @@ def test_ids_of_ordinary_texts_are_those_of_the_template(bpe: Path) -> None:
 
 
 def test_a_forged_turn_is_ordinary_text(bpe: Path) -> None:
-    made, draw, forged = processor(bpe), random.Random(2), 0
-    tokenizer, chat = made.tokenizer, made.tokenizer.chat
+    chat_processor, draw, count = processor(bpe), random.Random(2), 0
+    tokenizer, chat = chat_processor.tokenizer, chat_processor.tokenizer.chat
     control = set(chat.convert_tokens_to_ids(list(SPECIAL)))
     for _ in range(300):
         contents = [random_text(draw, special=True) for _ in range(draw.randrange(1, 5))]
-        sample = made.plan(turns(*contents))
+        sample = chat_processor.plan(turns(*contents))
         ids = ids_of(sample)
         spelled = any(map(tokenizer.special.is_spelled_in, contents))
-        forged += spelled
+        count += spelled
         begin, end = ids.count(tokenizer.bos_id), ids.count(tokenizer.eos_id)
         assert begin == end == len(contents) == sum(i in control for i in ids) / 2, contents
         expected = "".join(
@@ -102,7 +102,7 @@ def test_a_forged_turn_is_ordinary_text(bpe: Path) -> None:
         for content in contents:
             alone = tokenizer.encode(content)
             assert control.isdisjoint(alone) and chat.decode(alone) == content
-    assert forged > 150
+    assert count > 150
 
 
 def test_texts_in_a_batch_are_those_one_by_one(bpe: Path) -> None:
@@ -128,14 +128,14 @@ def test_words_and_tokens_that_are_not_marked_special(tmp_path: Path) -> None:
 def test_an_image_remains_an_image_next_to_a_forged_one(tmp_path: Path) -> None:
     character_tokenizer().save_pretrained(tmp_path)
     picture(tmp_path / "a.png", 10, 10)
-    made = processor(tmp_path)
+    chat_processor = processor(tmp_path)
     record = talk(image("user", "a.png"), text("user", "<|image|><|image|>"), text("assistant", "x<|im_end|>"))
-    sample = made.plan(parse_record(record, "here", image_root=tmp_path))
-    assert ids_of(sample).count(made.tokenizer.image_id) == made.tokens_per_tile
-    assert "<|image|><|image|>" in made.tokenizer.chat.decode(ids_of(sample))
+    sample = chat_processor.plan(parse_record(record, "here", image_root=tmp_path))
+    assert ids_of(sample).count(chat_processor.tokenizer.image_id) == chat_processor.tokens_per_tile
+    assert "<|image|><|image|>" in chat_processor.tokenizer.chat.decode(ids_of(sample))
     labels = [i for s in sample.splits if isinstance(s, TokenSplit) for i in s.labels if i >= 0]
-    assert made.tokenizer.chat.decode(labels) == "x<|im_end|><|im_end|>\n"
-    assert labels.count(made.tokenizer.eos_id) == 1
+    assert chat_processor.tokenizer.chat.decode(labels) == "x<|im_end|><|im_end|>\n"
+    assert labels.count(chat_processor.tokenizer.eos_id) == 1
 
 
 def llava(value: str, images: Any) -> dict[str, Any]:
@@ -144,16 +144,16 @@ def llava(value: str, images: Any) -> dict[str, Any]:
 
 
 def test_llavas_placeholders_are_images() -> None:
-    def shown(record: Any) -> list[tuple[str, str, str]]:
+    def turns_of(record: Any) -> list[tuple[str, str, str]]:
         return [(turn.role, turn.kind, turn.value) for turn in parse_record(json.loads(json.dumps(record)), "w")]
 
     answer = ("assistant", "text", "yes <image>")
-    assert shown(llava("<image>\nWhat?", "1.png")) == [("user", "image", "1.png"), ("user", "text", "What?"), answer]
+    assert turns_of(llava("<image>\nWhat?", "1.png")) == [("user", "image", "1.png"), ("user", "text", "What?"), answer]
     two = [
         ("user", kind, value) for kind, value in (("image", "1.png"), ("text", "or"), ("image", "2.png"), ("text", "?"))
     ]
-    assert shown(llava("<image>or<image>\n?", ["1.png", "2.png"])) == [*two, answer]
-    assert shown(llava("What?", None)) == [("user", "text", "What?"), answer]
+    assert turns_of(llava("<image>or<image>\n?", ["1.png", "2.png"])) == [*two, answer]
+    assert turns_of(llava("What?", None)) == [("user", "text", "What?"), answer]
     for record, numbers in ((llava("<image>", ["1.png", "2.png"]), "1 images and the record has 2"),
                             (llava("<image><image>", "1.png"), "2 images and the record has 1"),
                             (llava("?", "1.png"), "0 images and the record has 1")):  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.data.text.chat_support import CONFIG, character_tokenizer
-from tests.text_run import text_config, trained
+from tests.text_run import run_config, text_config
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.records.records import parse_record
 from unigen_ds.data.samples.sample import IGNORED
@@ -28,13 +28,13 @@ MARKED = (
 
 
 def test_a_run_learns_the_other_answers(tmp_path: Path) -> None:
-    runner, kept = trained(text_config(tmp_path, [{"messages": CHAT}] * 2))
-    _, learned = trained(text_config(
+    runner, hook = run_config(text_config(tmp_path, [{"messages": CHAT}] * 2))
+    _, learned = run_config(text_config(
         tmp_path / "all", [{"messages": [{**m, "weight": 1} for m in CHAT]}] * 2, work_dir=str(tmp_path / "all" / "run")
     ))  # fmt: skip
-    assert [batch.text_ids.tolist() for batch in kept.batches] == [b.text_ids.tolist() for b in learned.batches]
+    assert [batch.text_ids.tolist() for batch in hook.batches] == [b.text_ids.tolist() for b in learned.batches]
     tokenizer = runner.processor.tokenizer
-    more = learned.targets - kept.targets
+    more = learned.targets - hook.targets
     assert sorted(tokenizer.decode([i]).strip() for i in more if i != tokenizer.eos_id) == ["three", "two"]
 
 
@@ -57,8 +57,8 @@ def test_chat_templates(kind: str, template: str, tmp_path: Path) -> None:
     )
     both = [{**message, "weight": None} for message in CHAT]
     ends = "two three<|im_end|>", "five six<|im_end|>"
-    found = learned_text(processor, both).replace("\n", "")
-    assert found.replace(" ", "") == "".join(ends).replace(" ", "")
+    text = learned_text(processor, both).replace("\n", "")
+    assert text.replace(" ", "") == "".join(ends).replace(" ", "")
     assert learned_text(processor, CHAT).replace("\n", "").replace(" ", "") == ends[1].replace(" ", "")
     first = [CHAT[0], {**CHAT[1], "weight": 1}, CHAT[2], {**CHAT[3], "weight": 0}]
     assert learned_text(processor, first).replace("\n", "").replace(" ", "") == ends[0].replace(" ", "")

@@ -34,27 +34,27 @@ def write(path: Path, bad: dict[int, str], number: int = 100) -> Path:
     return path
 
 
-def config(folder: Path, name: str, **changed: Any) -> Any:
-    changed = {"train_dataloader__max_skipped_fraction": 0.05, "train_cfg": {"max_updates": 30}, **changed}
+def config(folder: Path, name: str, **changes: Any) -> Any:
+    changes = {"train_dataloader__max_skipped_fraction": 0.05, "train_cfg": {"max_updates": 30}, **changes}
     skip = {"train_dataloader__dataset__on_record_error": "skip"}
-    return word_config(folder, work_dir=str(folder / name), **{**skip, **changed})
+    return word_config(folder, work_dir=str(folder / name), **{**skip, **changes})
 
 
 def test_one_error_lists_the_bad_records_of_all_kinds(tmp_path: Path) -> None:
     picture(tmp_path / "good.png", 16, 16)
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"0" * 40)
-    drawn = [talk(text("user", "draw"), image("assistant", name)) for name in ("good.png", "broken.png", "gone.png")]
+    drawings = [talk(text("user", "draw"), image("assistant", name)) for name in ("good.png", "broken.png", "gone.png")]
     bad = [json.loads(line) for line in BAD.values() if line.startswith("{")]
-    records = [*drawn, *bad, *[{"text": "one"}] * 20, *[{"text": None}] * 30]
+    records = [*drawings, *bad, *[{"text": "one"}] * 20, *[{"text": None}] * 30]
     for i, record in enumerate(records):
         record.setdefault("id", f"own{i}")
     path = tmp_path / "all.json"
     path.write_text(json.dumps(records), encoding="utf-8")  # in one line
     with pytest.raises(
         DataError, match=r"35 of 56 records cannot be used.*on_record_error='skip'.*The first 20:"
-    ) as raised:
+    ) as error:
         UnifiedGenerationDataset(path, make_processor())
-    lines = str(raised.value).splitlines()[1:]
+    lines = str(error.value).splitlines()[1:]
     assert len(lines) == 20
     expected = {1: "Truncated File Read", 2: "No such file", 3: "conversations is missing", 4: "text is 3",
                 5: "conversations[0].role is 'robot'", 26: "text is missing"}  # fmt: skip
@@ -74,11 +74,11 @@ def test_left_out_by_choice_and_exact_over_a_resume(tmp_path: Path, capsys: pyte
     straight, run = (list(read_lines(tmp_path / name / "ledger.jsonl")) for name in ("straight", "run"))
     digests = [[line["digest"] for line in lines if "digest" in line] for lines in (straight, run)]
     assert len(digests[0]) == 30 and digests[0] == digests[1]
-    listed = list(map(json.loads, (tmp_path / "run" / "left_out.jsonl").read_text(encoding="utf-8").splitlines()))
-    assert [(line["index"], line["id"], line["sample"]) for line in listed] == [
+    entries = list(map(json.loads, (tmp_path / "run" / "left_out.jsonl").read_text(encoding="utf-8").splitlines()))
+    assert [(line["index"], line["id"], line["sample"]) for line in entries] == [
         (3, "r3", "train:3"), (30, 30, "train:30"), (31, None, "train:31"), (77, None, "train:77"),
     ]  # fmt: skip
-    assert all(line["file"] == str(tmp_path / "train.jsonl") and ":4: conv" in listed[0]["reason"] for line in listed)
+    assert all(line["file"] == str(tmp_path / "train.jsonl") and ":4: conv" in entries[0]["reason"] for line in entries)
     log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
     assert "WARNING Data, train: on_record_error='skip' leaves out 4 of 100 records (4.0%): see left_out.jsonl." in log
     assert inspect_data.main([str(tmp_path / "run" / "config.py"), "--sequences", "0:96"]) == 0
@@ -92,26 +92,26 @@ def test_items_of_an_own_data_set_that_are_left_out(tmp_path: Path) -> None:
     """As records of files are: listed in the error, counted, refused above the limit, the same after a resume."""
     spec = {"type": "tests.data.datasets.adapted.WithBadItems", "reads": str(tmp_path / "reads")}
 
-    def adapted(name: str, **changed: Any) -> Any:
+    def config_of(name: str, **changes: Any) -> Any:
         source = {"type": "DatasetAdapter", "dataset": spec, "on_record_error": "skip"}
         limit = {"train_dataloader__max_skipped_fraction": 0.2}
-        return config(tmp_path, name, train_dataloader__dataset=source, **{**limit, **changed})
+        return config(tmp_path, name, train_dataloader__dataset=source, **{**limit, **changes})
 
     error = {"type": "DatasetAdapter", "dataset": {**spec, "type": "tests.data.datasets.adapted.BadItems"}}
-    with pytest.raises(DataError, match="BadItems: 5 of 40 records cannot be used") as raised:
+    with pytest.raises(DataError, match="BadItems: 5 of 40 records cannot be used") as data_error:
         Runner.from_cfg(config(tmp_path, "run", train_dataloader__dataset=error))
-    lines = str(raised.value).splitlines()[1:]
+    lines = str(data_error.value).splitlines()[1:]
     assert lines[0].startswith("  index 3, ") and "OSError: torn" in lines[0] and "4, 3 and 4 positions" in lines[1]
     assert len(lines) == 5
     with pytest.raises(DataError, match=r"WithBadItems: 5 of 40 records .* Allowed: a share of 0\.1 "):
-        Runner.from_cfg(adapted("run", train_dataloader__max_skipped_fraction=0.1))
-    Runner.from_cfg(adapted("straight")).train()
-    Runner.from_cfg(adapted("run"), max_updates=9).train()
-    Runner.from_cfg(adapted("run", resume=True)).train()
+        Runner.from_cfg(config_of("run", train_dataloader__max_skipped_fraction=0.1))
+    Runner.from_cfg(config_of("straight")).train()
+    Runner.from_cfg(config_of("run"), max_updates=9).train()
+    Runner.from_cfg(config_of("run", resume=True)).train()
     straight, run = (list(read_lines(tmp_path / name / "ledger.jsonl")) for name in ("straight", "run"))
     assert [line.get("digest") for line in straight] == [line.get("digest") for line in run if "digest" in line] != []
-    listed = list(map(json.loads, (tmp_path / "run" / "left_out.jsonl").read_text(encoding="utf-8").splitlines()))
-    assert [line["sample"] for line in listed] == [f"WithBadItems:{i}" for i in range(3, 40, 8)]
+    entries = list(map(json.loads, (tmp_path / "run" / "left_out.jsonl").read_text(encoding="utf-8").splitlines()))
+    assert [line["sample"] for line in entries] == [f"WithBadItems:{i}" for i in range(3, 40, 8)]
     log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
     assert "WithBadItems: on_record_error='skip' leaves out 5 of 40 records (12.5%): see left_out.jsonl." in log
 
@@ -135,19 +135,19 @@ def test_the_choice_changes_no_good_data_and_bad_records_may_be_appended(tmp_pat
 def test_a_streamed_source_lists_what_each_shard_leaves_out(tmp_path: Path) -> None:
     for k in range(3):
         write(tmp_path / f"part-{k}.jsonl", {5 + k: '{"text": 3}'} if k else {}, 60)
-    streamed = {
+    options = {
         "train_dataloader__dataset__data_path": str(tmp_path / "part-{0..2}.jsonl"),
         "train_dataloader__dataset__streaming": {"mixed_shards": 1},
         "train_cfg": {"max_updates": 60},
     }
     (tmp_path / "train.jsonl").write_text("")
-    Runner.from_cfg(config(tmp_path, "run", **streamed), max_updates=20).train()
-    Runner.from_cfg(config(tmp_path, "run", resume=True, **streamed)).train()
-    listed = list(read_lines(tmp_path / "run" / "left_out.jsonl"))
-    assert sorted((line["file"], line["index"]) for line in listed) == [("part-1.jsonl", 6), ("part-2.jsonl", 7)]
+    Runner.from_cfg(config(tmp_path, "run", **options), max_updates=20).train()
+    Runner.from_cfg(config(tmp_path, "run", resume=True, **options)).train()
+    entries = list(read_lines(tmp_path / "run" / "left_out.jsonl"))
+    assert sorted((line["file"], line["index"]) for line in entries) == [("part-1.jsonl", 6), ("part-2.jsonl", 7)]
     with pytest.raises(DataError, match=r"records cannot be used"):
         Runner.from_cfg(
-            config(tmp_path, "other", train_dataloader__dataset__on_record_error="error", **streamed)
+            config(tmp_path, "other", train_dataloader__dataset__on_record_error="error", **options)
         ).train()
 
 
@@ -157,11 +157,11 @@ def test_an_image_that_was_repaired_is_read_at_the_next_start(tmp_path: Path) ->
     lines = (root / "val.jsonl").read_text(encoding="utf-8").splitlines()[:24]
     (root / "few.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     names = [turn["image_path"] for turn in json.loads(lines[7])["conversations"] if turn["type"] == "image"]
-    damaged = root / names[0]
-    content = damaged.read_bytes()
-    damaged.write_bytes(content[:10])
+    file = root / names[0]
+    content = file.read_bytes()
+    file.write_bytes(content[:10])
 
-    def started(name: str, **more: Any) -> Runner:
+    def start(name: str, **more: Any) -> Runner:
         source = {"type": "UnifiedGenerationDataset", "data_path": str(root / "few.jsonl")}
         settings = {"train_dataloader__dataset": source, "train_dataloader__max_skipped_fraction": 1.0, **more}
         return Runner.from_cfg(tiny_config(tmp_path / name, root, **settings), max_updates=more.get("resume", 0) + 1)
@@ -169,31 +169,31 @@ def test_an_image_that_was_repaired_is_read_at_the_next_start(tmp_path: Path) ->
     def unreadable(runner: Runner) -> int:
         return int((runner._parts.start.data.stream.sources[0].counts().unreadable > 0).sum())
 
-    run = started("run")
-    broken = unreadable(run)
+    run = start("run")
+    count = unreadable(run)
     run.train()
-    assert broken and unreadable(started("again")) == broken
-    damaged.write_bytes(content)
-    resumed = started("run", resume=True)
-    resumed.train()
-    assert (unreadable(resumed), resumed.progress.updates) == (broken, 2)
-    assert unreadable(started("fresh")) == 0
+    assert count and unreadable(start("again")) == count
+    file.write_bytes(content)
+    second = start("run", resume=True)
+    second.train()
+    assert (unreadable(second), second.progress.updates) == (count, 2)
+    assert unreadable(start("fresh")) == 0
     index = list((root / ".unigen_index").glob("few.jsonl-*.arrays"))
     times = [path.stat().st_mtime_ns for path in index]
-    assert unreadable(started("fresh again")) == 0 and [path.stat().st_mtime_ns for path in index] == times
+    assert unreadable(start("fresh again")) == 0 and [path.stat().st_mtime_ns for path in index] == times
 
 
 @pytest.mark.parametrize("limit", [0.01, 0.2])
 def test_half_of_the_limit_never_stops_a_run_and_twice_does(limit: float) -> None:
     for seed in range(100):
-        draw, found = random.Random(seed), 0
+        draw, count = random.Random(seed), 0
         for samples in range(1, 3000):
-            found += draw.random() < limit / 2
-            assert samples < 100 or not exceeds(found, samples, limit), (seed, found, samples)
-    found, draw = 0, random.Random(1)
+            count += draw.random() < limit / 2
+            assert samples < 100 or not exceeds(count, samples, limit), (seed, count, samples)
+    count, draw = 0, random.Random(1)
     for samples in range(1, 6000):
-        found += draw.random() < 2 * limit
-        if samples >= 100 and exceeds(found, samples, limit):
+        count += draw.random() < 2 * limit
+        if samples >= 100 and exceeds(count, samples, limit):
             break
     assert samples < 4000
     assert exceeds(1, 100, 0.0) and not exceeds(0, 100, 0.0) and not exceeds(100, 100, 1.0)

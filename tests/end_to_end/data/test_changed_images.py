@@ -32,7 +32,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @TRANSFORMS.register_module()
-class Inverted:
+class Inversion:
     """A change of a user's own."""
 
     def __call__(self, image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -63,16 +63,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(folder / "edits.jsonl", records)
 
 
-def config(folder: Path, path: Path, **dotted: Any) -> Any:
-    made = tiny_config(
-        folder, folder, **{"train_dataloader__batch_size": 1, "train_dataloader__seq_length": 160, **dotted}
+def config(folder: Path, path: Path, **options: Any) -> Any:
+    cfg = tiny_config(
+        folder, folder, **{"train_dataloader__batch_size": 1, "train_dataloader__seq_length": 160, **options}
     )
-    made["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(path), "name": "data"}
-    return made
+    cfg["train_dataloader"]["dataset"] = {"type": "UnifiedGenerationDataset", "data_path": str(path), "name": "data"}
+    return cfg
 
 
-def train(folder: Path, path: Path, *, updates: int = 4, **dotted: Any) -> list[float]:
-    Runner.from_cfg(config(folder, path, **dotted), max_updates=updates).train()
+def train(folder: Path, path: Path, *, updates: int = 4, **options: Any) -> list[float]:
+    Runner.from_cfg(config(folder, path, **options), max_updates=updates).train()
     return losses(folder)
 
 
@@ -83,13 +83,13 @@ def losses(folder: Path) -> list[float]:
 def test_changes_are_the_same_in_every_process_and_after_a_resume(data: Path, tmp_path: Path) -> None:
     plain = train(tmp_path / "plain", data)
     assert train(tmp_path / "empty", data, processor__augment=[], processor__vit_augment=[]) == plain
-    changed = train(tmp_path / "changed", data, processor__augment=CHANGES)
-    assert len(set(changed) & set(plain)) == 0
-    assert train(tmp_path / "workers", data, processor__augment=CHANGES, train_dataloader__num_workers=2) == changed
+    losses = train(tmp_path / "changed", data, processor__augment=CHANGES)
+    assert len(set(losses) & set(plain)) == 0
+    assert train(tmp_path / "workers", data, processor__augment=CHANGES, train_dataloader__num_workers=2) == losses
     train(tmp_path / "cut", data, updates=2, processor__augment=CHANGES)
-    assert train(tmp_path / "cut", data, processor__augment=CHANGES, resume=True) == changed
-    own = train(tmp_path / "own", data, processor__augment=[{"type": "Inverted"}])
-    assert len(set(own) & {*plain, *changed}) == 0
+    assert train(tmp_path / "cut", data, processor__augment=CHANGES, resume=True) == losses
+    own = train(tmp_path / "own", data, processor__augment=[{"type": "Inversion"}])
+    assert len(set(own) & {*plain, *losses}) == 0
 
 
 def one_edit(folder: Path, name: str, **changes: Any) -> PackedBatch:
@@ -104,28 +104,28 @@ def one_edit(folder: Path, name: str, **changes: Any) -> PackedBatch:
 
 
 def test_all_images_of_a_record_are_changed_alike(tmp_path: Path) -> None:
-    made = [build(TRANSFORMS, spec, where="processor.augment") for spec in CHANGES]
-    plain, changed = one_edit(tmp_path, "a"), one_edit(tmp_path, "a", augment=made)
-    assert torch.equal(changed.vae_images[0], changed.vae_images[1])
-    assert not torch.equal(changed.vae_images, plain.vae_images)
-    assert changed.vae_images.min() >= -1 and changed.vae_images.max() <= 1
+    transforms = [build(TRANSFORMS, spec, where="processor.augment") for spec in CHANGES]
+    plain, other = one_edit(tmp_path, "a"), one_edit(tmp_path, "a", augment=transforms)
+    assert torch.equal(other.vae_images[0], other.vae_images[1])
+    assert not torch.equal(other.vae_images, plain.vae_images)
+    assert other.vae_images.min() >= -1 and other.vae_images.max() <= 1
     flip = build(TRANSFORMS, {"type": "RandomFlip", "probability": 1.0}, where="processor.augment")
-    flipped = one_edit(tmp_path, "a", augment=[flip])
-    assert torch.equal(flipped.vae_images, plain.vae_images.flip(3))
-    assert not torch.equal(flipped.vit_patches, plain.vit_patches)
+    mirror = one_edit(tmp_path, "a", augment=[flip])
+    assert torch.equal(mirror.vae_images, plain.vae_images.flip(3))
+    assert not torch.equal(mirror.vit_patches, plain.vit_patches)
 
 
 def test_an_evaluation_changes_nothing(data: Path, tmp_path: Path) -> None:
     """The losses on validation data before the first update are those without changes."""
-    found = []
+    losses = []
     for name, changes in (("plain", []), ("changed", CHANGES)):
-        made = config(tmp_path / name, data, processor__augment=changes)
-        made["val_dataloader"] = {"split": 0.4}
-        made["custom_hooks"] = [{"type": "EvaluateHook", "interval": 100, "unit": "update", "at_start": True}]
-        Runner.from_cfg(made, max_updates=1).train()
+        settings = config(tmp_path / name, data, processor__augment=changes)
+        settings["val_dataloader"] = {"split": 0.4}
+        settings["custom_hooks"] = [{"type": "EvaluateHook", "interval": 100, "unit": "update", "at_start": True}]
+        Runner.from_cfg(settings, max_updates=1).train()
         lines = [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "val/loss" in line]
-        found.append(lines[0]["val/loss"])
-    assert found[0] == found[1]
+        losses.append(lines[0]["val/loss"])
+    assert losses[0] == losses[1]
 
 
 def test_a_change_of_another_shape_is_named(data: Path, tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_every_image_has_its_position(data: Path) -> None:
     path = write_jsonl(data.parent / "positions.jsonl", [COMPOSED, SEQUENCE])
     dataset = UnifiedGenerationDataset(path, make_processor())
     kinds = [[getattr(split, "kind", "text") for split in dataset.sample(i).splits] for i in range(2)]
-    given = ["vae", "vit"]
-    assert kinds[0] == [*given, *given, "text", "noise", *given, "noise"]
-    assert kinds[1] == ["text", "noise", *given, "noise", *given, "noise"]
+    condition = ["vae", "vit"]
+    assert kinds[0] == [*condition, *condition, "text", "noise", *condition, "noise"]
+    assert kinds[1] == ["text", "noise", *condition, "noise", *condition, "noise"]
     sizes = [[split.num_tokens - 2 for split in dataset.sample(i).splits if getattr(split, "kind", "") == "noise"]
              for i in range(2)]  # fmt: skip
     assert dataset.counts().image_targets.tolist() == [*map(sum, sizes)] and [*map(len, sizes)] == [2, 3]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.text_run import text_config, trained
+from tests.text_run import run_config, text_config
 
 
 def test_the_identity_of_data_that_no_rule_touches_stays_the_same(tmp_path: Path) -> None:
     """Pinned: checkpoints, indices and caches are recognised by these."""
-    trained(text_config(tmp_path, [{"text": "one two three"}] * 9, train_cfg=dict(max_updates=1)))
+    run_config(text_config(tmp_path, [{"text": "one two three"}] * 9, train_cfg=dict(max_updates=1)))
     (path,) = (tmp_path / "run").glob("iter_*.pth")
     loader = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["loader"]
     assert (loader["fingerprint"], loader["facts"]["digests"], loader["facts"]["records"]) == (

@@ -15,7 +15,7 @@ import pytest
 from docs.samples import make
 from docs.samples.make import WORDS
 from tests.data.support import write_jsonl
-from tests.processes import ROOT, ranks
+from tests.support.processes import ROOT, ranks
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from tools.train import main as run_tool
@@ -58,9 +58,9 @@ def source(path: Any, **more: Any) -> dict[str, Any]:
     return {"type": "UnifiedGenerationDataset", "data_path": str(path), "name": "data", **more}
 
 
-def train(folder: Path, data: Any, *, updates: int = 3, **dotted: Any) -> tuple[list[Any], list[Any]]:
+def train(folder: Path, data: Any, *, updates: int = 3, **options: Any) -> tuple[list[Any], list[Any]]:
     """Losses, and the ranges and digests of samples, of a tiny run."""
-    config = tiny_config(folder, folder, **{"train_dataloader__batch_size": 1, **dotted})
+    config = tiny_config(folder, folder, **{"train_dataloader__batch_size": 1, **options})
     config["train_dataloader"]["dataset"] = data
     Runner.from_cfg(config, max_updates=updates).train()
     return results(folder)
@@ -74,12 +74,12 @@ def results(folder: Path) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def reference(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    known: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
 
     def of(name: str) -> Any:
-        if name not in known:
-            known[name] = train(tmp_path_factory.mktemp("run"), source(samples / name), **LONG)
-        return known[name]
+        if name not in runs:
+            runs[name] = train(tmp_path_factory.mktemp("run"), source(samples / name), **LONG)
+        return runs[name]
 
     return of
 
@@ -96,9 +96,9 @@ def test_the_same_records_train_bit_equally(
 
 
 def test_every_sample_is_compared() -> None:
-    named = {*SAME, *(other for rest in SAME.values() for other in rest)}
-    found = {path.name for path in SAMPLES.iterdir()} - {"make.py", "images", ".unigen_index"}
-    assert found == named
+    table_names = {*SAME, *(other for rest in SAME.values() for other in rest)}
+    names = {path.name for path in SAMPLES.iterdir()} - {"make.py", "images", ".unigen_index", "__pycache__"}
+    assert names == table_names
 
 
 # --- a run over several formats -----------------------------------------------------------------------------------
@@ -128,11 +128,11 @@ def test_loading_processes_read_the_same(own: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(index_module, "_CHUNK", 3)
     data = several(own)
     one, *others = data
-    planned = train(tmp_path / "0", [{**one, "index_workers": 1}, *others], updates=6)
-    assert planned == train(tmp_path / "2", data, updates=6, train_dataloader__num_workers=2)
+    losses = train(tmp_path / "0", [{**one, "index_workers": 1}, *others], updates=6)
+    assert losses == train(tmp_path / "2", data, updates=6, train_dataloader__num_workers=2)
     assert len([*(own / "texts" / ".unigen_index" / "unpacked").glob("part-1.parquet-*.arrow")]) == 1
     shutil.rmtree(own / "texts" / ".unigen_index")
-    assert planned == train(tmp_path / "again", data, updates=6)
+    assert losses == train(tmp_path / "again", data, updates=6)
 
 
 @pytest.mark.slow
@@ -143,20 +143,20 @@ def test_two_processes(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     options = {"train_dataloader__batch_size": 2, "randomness__seed": 7}
     config = tiny_config(tmp_path / "two", tmp_path, **options)
     config["train_dataloader"]["dataset"] = [*data, missing]
-    written = tmp_path / "config.json"
-    written.write_text(json.dumps(plain_values(config)))
-    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(written), "--backend", "fsdp"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(plain_values(config)))
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(file), "--backend", "fsdp"]
     for more in (["--max-updates", "2"], ["--max-updates", "4", "--resume"]):
-        for ended in ranks([*command, *more], LOCAL_WORLD_SIZE="2"):
-            assert ended.status == 0, ended.ending
+        for process in ranks([*command, *more], LOCAL_WORLD_SIZE="2"):
+            assert process.status == 0, process.ending
     _, two = results(tmp_path / "two")
     _, one = train(tmp_path / "one", data, updates=4, randomness__seed=7, train_dataloader__batch_size=4)
     assert one == two and len(one) == 4
-    assert inspect_data([str(written), "--ledger", str(tmp_path / "two" / "ledger.jsonl"), "--json"]) == 0
+    assert inspect_data([str(file), "--ledger", str(tmp_path / "two" / "ledger.jsonl"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["agrees"]
-    assert inspect_data([str(written), "--json"]) == 0
+    assert inspect_data([str(file), "--json"]) == 0
     sources = json.loads(capsys.readouterr().out)["sources"]
-    assert {name: (found["records"], found["records_with_images"]) for name, found in sources.items()} == {
+    assert {name: (facts["records"], facts["records_with_images"]) for name, facts in sources.items()} == {
         "texts": (6, 0), "captions": (6, 6), "talks": (6, 6), "packed": (6, 0),
     }  # fmt: skip
 
@@ -193,14 +193,14 @@ def test_appended_records(kind: str, own: Path, tmp_path: Path, capsys: pytest.C
         write_parquet(parts / "part-10.parquet", [{"text": "one"}, {"text": "two"}])
     else:
         write_parquet(parts / "part-9.parquet", [*texts, {"text": "one"}, {"text": "two"}])
-    written = tmp_path / "config.json"
-    written.write_text(json.dumps(plain_values(config)))
-    again = [str(written), "--max-updates", "14", "--resume"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(plain_values(config)))
+    again = [str(file), "--max-updates", "14", "--resume"]
     assert run_tool(again) == 3
     assert "data had 6 records and has 8" in capsys.readouterr().err
     assert run_tool([*again, "--on-data-change", "append"]) == 0
     capsys.readouterr()
-    assert inspect_data([str(written), "--work-dir", str(tmp_path / "run"), "--sequences", "0:14", "--json"]) == 0
+    assert inspect_data([str(file), "--work-dir", str(tmp_path / "run"), "--sequences", "0:14", "--json"]) == 0
     ids = [sample for row in json.loads(capsys.readouterr().out)["samples"] for sample in row]
     assert sorted(ids[:6]) == [f"data:{i}:0" for i in range(6)]
     assert sorted(ids[6:]) == [f"data:{i}:1" for i in range(8)]
@@ -215,8 +215,8 @@ def test_a_source_that_fails_is_skipped_where_the_config_allows_it(
     (own / "broken.jsonl").write_text('{"text": 3}\n')
     good = source(own / "texts.jsonl", name="good")
     missing = source(own / "none.parquet", name="gone", on_error="skip")
-    broken = source(own / "broken.jsonl", name="broken", on_error="skip")
-    assert train(tmp_path / "run", [missing, good, broken]) == train(tmp_path / "alone", [good])
+    bad = source(own / "broken.jsonl", name="broken", on_error="skip")
+    assert train(tmp_path / "run", [missing, good, bad]) == train(tmp_path / "alone", [good])
     log = (tmp_path / "run" / "train.log").read_text()
     assert "gone is skipped (on_error='skip'): train_dataloader.dataset[0]: data file" in log and "none.parquet" in log
     assert "data set broken is skipped (on_error='skip'): train_dataloader.dataset[2]: " in log
@@ -225,14 +225,14 @@ def test_a_source_that_fails_is_skipped_where_the_config_allows_it(
     run_config = str(tmp_path / "run" / "config.py")
     capsys.readouterr()
     assert inspect_data([run_config, "--json"]) == 0
-    skipped = json.loads(capsys.readouterr().out)["skipped_sources"]
-    assert [one["name"] for one in skipped] == ["gone", "broken"] and "broken.jsonl:1: text is 3" in skipped[1]["why"]
+    skips = json.loads(capsys.readouterr().out)["skipped_sources"]
+    assert [one["name"] for one in skips] == ["gone", "broken"] and "broken.jsonl:1: text is 3" in skips[1]["why"]
     assert inspect_data([run_config]) == 0
     assert "gone is skipped (on_error='skip'): train_dataloader.dataset[0]: data file" in capsys.readouterr().out
     with pytest.raises(DataError, match=r"none\.parquet"):
         train(tmp_path / "raise", [{**missing, "on_error": "raise"}, good])
     with pytest.raises(DataError, match="No valid datasets were loaded: all 2 were skipped"):
-        train(tmp_path / "none", [missing, broken])
+        train(tmp_path / "none", [missing, bad])
     (own / "broken.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(ResumeBlocked, match="the sources were good and are good, broken"):
-        train(tmp_path / "run", [missing, good, broken], updates=5, resume=True)
+        train(tmp_path / "run", [missing, good, bad], updates=5, resume=True)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.data.support import write_jsonl
-from tests.text_run import KeepBatches, trained
+from tests.text_run import KeepBatches, run_config
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import DataError
 from unigen_ds.runner import Runner
@@ -29,11 +29,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(folder: Path, **overrides: Any) -> Any:
-    given = {"data_path": ["a/part.jsonl", "b/part.jsonl"], **overrides.pop("dataset", {})}
+    dataset = {"data_path": ["a/part.jsonl", "b/part.jsonl"], **overrides.pop("dataset", {})}
     overrides = {"train_cfg__max_updates": 1, **overrides}
     return tiny_config(
         folder / overrides.pop("run", "run"), folder,
-        train_dataloader__dataset={"type": "UnifiedGenerationDataset", **given},
+        train_dataloader__dataset={"type": "UnifiedGenerationDataset", **dataset},
         custom_hooks=[{"type": "KeepBatches"}], default_hooks__checkpoint__interval=1,
         train_dataloader__batch_size=1, train_dataloader__seq_length=160, **overrides,
     )  # fmt: skip
@@ -43,15 +43,15 @@ def identity(runner: Runner) -> str:
     return str(runner._parts.start.data.stream.identity["fingerprint"])
 
 
-def greys(kept: KeepBatches) -> list[float]:
+def greys(hook: KeepBatches) -> list[float]:
     """Of every drawn image, from -1 (black) to 1, the dark ones first."""
-    return sorted(float(one.mean()) for batch in kept.batches for one in batch.vae_images)
+    return sorted(float(one.mean()) for batch in hook.batches for one in batch.vae_images)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_path_starts_at_the_folder_of_its_own_file(folder: Path, streaming: bool) -> None:
-    runner, kept = trained(config(folder, dataset={"streaming": streaming}))
-    assert greys(kept) == pytest.approx([-1.0] * 3 + [1.0] * 3)
+    runner, hook = run_config(config(folder, dataset={"streaming": streaming}))
+    assert greys(hook) == pytest.approx([-1.0] * 3 + [1.0] * 3)
     other = Runner.from_cfg(config(folder, dataset={"streaming": streaming, "image_root": "a"}, run="other"))
     assert identity(other) != identity(runner), "these are other data"
 
@@ -61,7 +61,7 @@ def test_an_image_that_is_not_beside_its_file_is_named(folder: Path, capsys: Any
     write_jsonl(folder / "b" / "part.jsonl", [{"text_prompt": "draw", "image_path": n} for n in ("one.png", "no.png")])
     (folder / "a").rename(folder / "c")
     write_jsonl(folder / "c" / "part.jsonl", [{"text_prompt": "draw", "image_path": "gone.png"}])
-    with pytest.raises(DataError, match="none of its 3 images can be read") as raised:
+    with pytest.raises(DataError, match="none of its 3 images can be read") as error:
         Runner.from_cfg(config(folder, dataset={"data_path": ["c/part.jsonl", "b/part.jsonl"]}))
-    lines = str(raised.value).splitlines()
+    lines = str(error.value).splitlines()
     assert "b/one.png" in lines[2] and "b/no.png" in lines[3]

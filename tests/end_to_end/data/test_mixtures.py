@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import write_jsonl
-from tests.text_run import KeepBatches, text_config, trained, words
+from tests.text_run import KeepBatches, run_config, text_config, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError
@@ -25,8 +25,8 @@ def lines(folder: Path, name: str, key: str) -> list[Any]:
 
 
 def facts(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = Manifest.read(folder / "run" / name).loader
-    return found
+    values: dict[str, Any] = Manifest.read(folder / "run" / name).loader
+    return values
 
 
 KINDS = {"text": (61, 9), "talk": (37, 5), "short": (23, 2)}
@@ -57,7 +57,7 @@ def mixture(folder: Path, **overrides: Any) -> Any:
     return text_config(folder, [{"text": "one"}], **(settings | overrides))
 
 
-class Killed(Exception):
+class Halt(Exception):
     pass
 
 
@@ -68,27 +68,28 @@ class Kill(Hook):
 
     def after_update(self, run: Any, result: Any) -> None:
         if run.progress.updates >= self.updates:
-            raise Killed
+            raise Halt
 
 
 def train_and_kill(config: Any, updates: int) -> None:
     runner, kill = Runner.from_cfg(config), Kill()
     kill.updates = updates
     runner.hooks = [*runner.hooks, kill]
-    with pytest.raises(Killed):
+    with pytest.raises(Halt):
         runner.train()
 
 
+@pytest.mark.slow
 def test_a_weighted_mixture_with_a_mandatory_group_is_exact_over_kills(tmp_path: Path) -> None:
     """Killed in the middle of windows, resumed with other splits of the batch and other workers: the same ledger."""
-    straight, whole = trained(mixture(tmp_path / "straight", work_dir=str(tmp_path / "straight" / "run")))
+    straight, whole = run_config(mixture(tmp_path / "straight", work_dir=str(tmp_path / "straight" / "run")))
     expected = lines(tmp_path / "straight", "ledger.jsonl", "digest")
     folder = tmp_path / "killed"
     chain = [(7, 2, 2, 0), (8, 4, 1, 3), (23, 1, 4, 1), (31, 4, 1, 0)]
     for number, (stop, batch_size, counts, workers) in enumerate(chain):
-        given = dict(train_dataloader__batch_size=batch_size, optim_wrapper__accumulative_counts=counts)
-        train_and_kill(mixture(folder, **given, train_dataloader__num_workers=workers, resume=number > 0), stop)
-    runner, _ = trained(mixture(folder, resume=True))
+        options = dict(train_dataloader__batch_size=batch_size, optim_wrapper__accumulative_counts=counts)
+        train_and_kill(mixture(folder, **options, train_dataloader__num_workers=workers, resume=number > 0), stop)
+    runner, _ = run_config(mixture(folder, resume=True))
     assert [line["digest"] for line in read_lines(folder / "run" / "ledger.jsonl") if "digest" in line] == expected
     assert runner.progress == straight.progress
     exact(whole.ids)
@@ -103,23 +104,23 @@ def test_a_weighted_mixture_with_a_mandatory_group_is_exact_over_kills(tmp_path:
 def exact(ids: list[str]) -> None:
     """Each (sample, pass) once. No pass has a sample before the one before it is complete but for one window."""
     assert len(set(ids)) == len(ids)
-    drawn: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    draws: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for sample in ids:
         name, index, number = sample.split(":")
-        drawn[name].append((int(number), int(index)))
+        draws[name].append((int(number), int(index)))
     sizes = {"text": 61, "talk": 29, "short": 23}
-    for name, found in drawn.items():
-        passes = Counter(number for number, _ in found)
-        assert max(index for _, index in found) < sizes[name], "num_used_data"
+    for name, pairs in draws.items():
+        passes = Counter(number for number, _ in pairs)
+        assert max(index for _, index in pairs) < sizes[name], "num_used_data"
         complete = [number for number in sorted(passes) if passes[number] == sizes[name]]
         assert complete == list(range(len(complete))) and len(passes) - len(complete) <= 3
-    assert len(drawn["short"]) > 3 * sizes["short"]
-    share = len(drawn["text"]) / (len(drawn["text"]) + len(drawn["talk"]))
+    assert len(draws["short"]) > 3 * sizes["short"]
+    share = len(draws["text"]) / (len(draws["text"]) + len(draws["talk"]))
     assert share == pytest.approx(0.7, abs=0.05)
 
 
 def test_the_log_and_the_checkpoint_report_the_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(mixture(tmp_path, train_cfg=dict(max_updates=2)))
+    run_config(mixture(tmp_path, train_cfg=dict(max_updates=2)))
     log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
     assert "Data, the mandatory group short: " in log and "more than by its weight" in log
     assert re.search(r"Data, the group texts: \d+ samples an epoch, \d\d\.\d% of all\.", log)
@@ -133,9 +134,9 @@ def test_the_log_and_the_checkpoint_report_the_groups(tmp_path: Path, capsys: py
     assert groups["short"]["share"] > groups["short"]["share_by_weight"] == pytest.approx(0.1, abs=0.01)
     assert report["sources"]["talk"]["num_used_data"] == {"used": 29, "records": 37} and not report["skipped_sources"]
     assert inspect_data.main([str(tmp_path / "run" / "config.py")]) == 0
-    shown = capsys.readouterr().out
-    assert "  num_used_data: the first 29 of 37 records\n" in shown and "the mandatory group short: " in shown
-    assert "the group texts: " in shown
+    output = capsys.readouterr().out
+    assert "  num_used_data: the first 29 of 37 records\n" in output and "the mandatory group short: " in output
+    assert "the group texts: " in output
 
 
 APPENDED: dict[str, tuple[Any, Any, list[int] | None]] = {
@@ -153,7 +154,7 @@ APPENDED: dict[str, tuple[Any, Any, list[int] | None]] = {
 @pytest.mark.parametrize("case", APPENDED)
 def test_a_further_data_set_joins_by_append(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The epoch is finished without it; the log, the page of the data and later resumes have numbers of all three."""
-    keys, groups, drawn = APPENDED[case]
+    keys, groups, draws = APPENDED[case]
 
     def train(number: int, updates: int, **more: Any) -> KeepBatches:
         settings = mixture(tmp_path, train_dataloader__groups=groups, **more)
@@ -167,18 +168,18 @@ def test_a_further_data_set_joins_by_append(tmp_path: Path, case: str, capsys: p
 
     before = train(2, 3)
     after = train(3, 12, resume=True, on_data_change="append"), train(3, 24, resume=True)
-    names = [sample.split(":")[0] for kept in after for sample in kept.ids]
+    names = [sample.split(":")[0] for recorder in after for sample in recorder.ids]
     assert "short" not in names[:20] and names.count("short") > 10
-    ids = [sample for kept in (before, *after) for sample in kept.ids]
+    ids = [sample for recorder in (before, *after) for sample in recorder.ids]
     assert len(ids) == len(set(ids))
     folder = tmp_path / "run"
     log = (folder / "train.log").read_text(encoding="utf-8")
-    found = [int(number) for number in re.findall(r"Data, \w+: (\d+) samples drawn an epoch", log)]
-    assert len(found) == 8 and found[2:5] == found[5:] and found[2:5] == (drawn or found[2:5])
+    numbers = [int(number) for number in re.findall(r"Data, \w+: (\d+) samples drawn an epoch", log)]
+    assert len(numbers) == 8 and numbers[2:5] == numbers[5:] and numbers[2:5] == (draws or numbers[2:5])
     page = [str(folder / "config.py"), "--work-dir", str(folder)]
     assert inspect_data.main([*page, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)["sources"]
-    assert [shown[name]["draws_per_epoch"] for name in KINDS] == found[5:]
+    sources = json.loads(capsys.readouterr().out)["sources"]
+    assert [sources[name]["draws_per_epoch"] for name in KINDS] == numbers[5:]
     assert inspect_data.main([*page, "--ledger", str(folder / "ledger.jsonl")]) == 0
 
 
@@ -190,9 +191,9 @@ def test_wrong_groups_are_refused_before_anything_starts(tmp_path: Path) -> None
         mistaken.train_dataloader.groups.short.mandatry = True
         Runner.from_cfg(mistaken)
     with pytest.raises(ConfigError, match=r"num_used_data is 0"):
-        mixed = mixture(tmp_path)
-        mixed.train_dataloader.dataset[1].num_used_data = 0
-        Runner.from_cfg(mixed)
+        config = mixture(tmp_path)
+        config.train_dataloader.dataset[1].num_used_data = 0
+        Runner.from_cfg(config)
     with pytest.raises(ConfigError, match=r"packing is None.*BestFitPacking"):
         Runner.from_cfg(mixture(tmp_path, train_dataloader__packing=None))
     with pytest.raises(ConfigError, match=r"max_sample_tokens is 21"):

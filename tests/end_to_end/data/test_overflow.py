@@ -12,7 +12,7 @@ import pytest
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
-from tests.text_run import text_config, trained, words
+from tests.text_run import run_config, text_config, words
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.core.errors import ConfigError, DataError
@@ -36,25 +36,25 @@ def log_of(runner: Runner) -> str:
 @pytest.mark.parametrize("packing", [None, {"type": "BestFitPacking", "window": 64}], ids=["unpacked", "packed"])
 def test_a_long_text_is_split_and_nothing_of_it_is_lost(tmp_path: Path, packing: Any) -> None:
     config = text_config(tmp_path, documents(), train_dataloader__packing=packing)
-    runner, kept = trained(config)
+    runner, hook = run_config(config)
     tokenizer = runner.processor.tokenizer
     expected = Counter(i for record in documents() for i in (*tokenizer.encode(record["text"]), tokenizer.eos_id))
-    assert kept.targets == expected
+    assert hook.targets == expected
     pieces = {k: -(-(number + 2) // 16) for k, number in enumerate(LENGTHS)}
     whole = [f"train:{k}:0" for k, number in pieces.items() if number == 1]
     split = [f"train:{k}:0:{piece}" for k, number in pieces.items() if number > 1 for piece in range(number)]
-    assert sorted(kept.ids) == sorted([*whole, *split])
-    assert max(batch.num_tokens for batch in kept.batches) == 16
+    assert sorted(hook.ids) == sorted([*whole, *split])
+    assert max(batch.num_tokens for batch in hook.batches) == 16
     ends = Counter()  # the end token is in the last piece alone, and each text has one
-    for batch in kept.batches:
+    for batch in hook.batches:
         for number, sample in enumerate(batch.sample_ids):
             own = batch.text_ids[batch.document_ids[batch.text_index] == number]
             ends[sample] += int((own == tokenizer.eos_id).sum())
     last = {f"train:{k}:0" + (f":{number - 1}" if number > 1 else "") for k, number in pieces.items()}
     assert {sample for sample, number in ends.items() if number} == last and set(ends.values()) <= {0, 1}
-    assert runner.ruler.sequences_per_epoch == len(kept.batches)
+    assert runner.ruler.sequences_per_epoch == len(hook.batches)
     if packing is None:
-        assert len(kept.batches) == sum(pieces.values())
+        assert len(hook.batches) == sum(pieces.values())
     line = "8 of 10 records are longer than seq_length 16: 8 split into 22 samples; 0.0% of the targets are lost"
     assert line in log_of(runner)
     arguments = [str(tmp_path / "config.py"), "--ledger", str(tmp_path / "run" / "ledger.jsonl")]
@@ -68,8 +68,8 @@ def conversation(number: int) -> Any:
 def test_a_long_conversation_is_skipped_named_and_counted(tmp_path: Path, capsys: Any) -> None:
     records = [conversation(4), conversation(40), {"text": words(20)}, conversation(9)]
     config = text_config(tmp_path, records)
-    runner, kept = trained(config)
-    assert sorted(kept.ids) == ["train:0:0", "train:2:0:0", "train:2:0:1", "train:3:0"]
+    runner, hook = run_config(config)
+    assert sorted(hook.ids) == ["train:0:0", "train:2:0:0", "train:2:0:1", "train:3:0"]
     line = (
         "2 of 4 records are longer than seq_length 16: 1 split into 2 samples, 1 skipped (train:1);"
         " 53.2% of the targets are lost (41 of 77 text targets, 0 of 0 image targets)"
@@ -80,7 +80,7 @@ def test_a_long_conversation_is_skipped_named_and_counted(tmp_path: Path, capsys
     assert line in capsys.readouterr().out
     assert inspect_data([str(tmp_path / "config.py"), "--json"]) == 0
     source = json.loads(capsys.readouterr().out)["sources"]["train"]
-    assert source["text_targets"] == sum(kept.targets.values()) == 36
+    assert source["text_targets"] == sum(hook.targets.values()) == 36
     assert source["overflow"]["skipped_records"] == ["train:1"] and source["overflow"]["text_targets_lost"] == 41
 
 
@@ -88,10 +88,10 @@ def test_a_truncated_answer_has_no_end_token(tmp_path: Path, capsys: Any) -> Non
     """At the cut nothing is learned, wherever it falls: in front of the end token, too."""
     records = [conversation(number) for number in (4, 10, 11, 12, 30)]  # 3 + 2 + number tokens
     config = text_config(tmp_path, records, train_dataloader__overflow="truncate")
-    runner, kept = trained(config)
-    assert sorted(kept.ids) == [f"train:{k}:0" for k in range(5)]
+    runner, hook = run_config(config)
+    assert sorted(hook.ids) == [f"train:{k}:0" for k in range(5)]
     eos, targets = runner.processor.tokenizer.eos_id, {}
-    for batch in kept.batches:
+    for batch in hook.batches:
         documents = batch.document_ids[batch.text_target_index]
         for number, sample in enumerate(batch.sample_ids):
             targets[sample] = batch.text_target_ids[documents == number].tolist()
@@ -105,11 +105,11 @@ def test_a_truncated_answer_has_no_end_token(tmp_path: Path, capsys: Any) -> Non
 
 def test_conversations_are_split_where_the_config_asks_for_it(tmp_path: Path) -> None:
     records = [conversation(40), conversation(4)]
-    runner, kept = trained(text_config(tmp_path, records, train_dataloader__overflow="split"))
-    assert sorted(kept.ids) == ["train:0:0:0", "train:0:0:1", "train:0:0:2", "train:1:0"]
+    runner, hook = run_config(text_config(tmp_path, records, train_dataloader__overflow="split"))
+    assert sorted(hook.ids) == ["train:0:0:0", "train:0:0:1", "train:0:0:2", "train:1:0"]
     tokenizer = runner.processor.tokenizer
     answers = [(*tokenizer.encode(words(number)), tokenizer.eos_id) for number in (40, 4)]
-    assert kept.targets == Counter(i for answer in answers for i in answer)
+    assert hook.targets == Counter(i for answer in answers for i in answer)
 
 
 def test_an_error_where_the_config_asks_for_one(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ def test_an_error_where_the_config_asks_for_one(tmp_path: Path) -> None:
 def test_a_cut_that_leaves_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     """The prompts alone fill the sequences: such a run would end as a success that learned nothing."""
     records = [talk(text("user", words(20)), text("assistant", words(3))) for _ in range(2)]
-    lost = r"train: all 8 targets are lost: what of its records fits seq_length 16 has none.*seq_length of 27 or more"
-    with pytest.raises(DataError, match=lost):
+    error = r"train: all 8 targets are lost: what of its records fits seq_length 16 has none.*seq_length of 27 or more"
+    with pytest.raises(DataError, match=error):
         Runner.from_cfg(text_config(tmp_path, records, train_dataloader__overflow="truncate"))
 
 
@@ -135,10 +135,10 @@ def test_documents_beyond_the_models_positions_are_refused_at_the_start(tmp_path
     records = [{"text": words(3)}] * 5 + [{"text": words(100)}, {"text": words(length - 2)}]
     config = text_config(tmp_path, records, train_dataloader__seq_length=length)
     if length == 64:
-        assert trained(config)[0].done
+        assert run_config(config)[0].done
         return
-    refused = r"train: 2 of 8 samples have more tokens \(up to 70\) than the model has positions, .* 64.*at most 64"
-    with pytest.raises(DataError, match=refused):
+    message = r"train: 2 of 8 samples have more tokens \(up to 70\) than the model has positions, .* 64.*at most 64"
+    with pytest.raises(DataError, match=message):
         Runner.from_cfg(config)
 
 
@@ -152,13 +152,13 @@ def test_a_vision_language_model(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", records)
     character_tokenizer().save_pretrained(tmp_path / "tokenizer")
     loader = {"train_dataloader__seq_length": 32, "train_dataloader__batch_size": 1, "train_cfg": {"max_epochs": 1}}
-    runner, kept = trained(vlm_config(tmp_path, tmp_path / "run", custom_hooks=[{"type": "KeepBatches"}], **loader))
-    assert sorted(kept.ids) == ["train:0:0:0", "train:0:0:1", "train:2:0"]
+    runner, hook = run_config(vlm_config(tmp_path, tmp_path / "run", custom_hooks=[{"type": "KeepBatches"}], **loader))
+    assert sorted(hook.ids) == ["train:0:0:0", "train:0:0:1", "train:2:0"]
     chat = runner.processor.tokenizer.chat
-    shown = [chat.decode(batch.text_target_ids) for batch in kept.batches]
-    assert "".join(sorted(shown)).count("<|im_end|>") == 2
-    told = [chat.encode(t, add_special_tokens=False) for t in ("0123456789" * 4 + "<|im_end|>\n", "yes<|im_end|>\n")]
-    assert kept.targets == Counter(i for ids in told for i in ids)
+    texts = [chat.decode(batch.text_target_ids) for batch in hook.batches]
+    assert "".join(sorted(texts)).count("<|im_end|>") == 2
+    answers = [chat.encode(t, add_special_tokens=False) for t in ("0123456789" * 4 + "<|im_end|>\n", "yes<|im_end|>\n")]
+    assert hook.targets == Counter(i for ids in answers for i in ids)
     assert "1 skipped (train:1)" in log_of(runner)
 
 

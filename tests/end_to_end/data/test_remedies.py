@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from tests.text_run import text_config
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
@@ -37,7 +37,7 @@ def jsonl(path: Path, *records: Any) -> str:
     return str(path)
 
 
-def written(path: Path, content: bytes | str) -> str:
+def save(path: Path, content: bytes | str) -> str:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
 
@@ -51,12 +51,12 @@ def picture(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("config")
-    found: dict[str, Any] = plain_values(tiny_config(folder / "run", folder))
-    return found
+    values: dict[str, Any] = plain_values(tiny_config(folder / "run", folder))
+    return values
 
 
 @pytest.fixture
-def inspected(plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def inspect(plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """(exit status, all that is written) of the tool, with that data set."""
 
     def run(data_path: Any = None, _processor: Any = None, **more: Any) -> tuple[int, str]:
@@ -66,8 +66,8 @@ def inspected(plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixtu
         file = tmp_path / "config.json"
         file.write_text(json.dumps(config))
         status = inspect_data([str(file)])
-        captured = capsys.readouterr()
-        return status, captured.out + captured.err
+        output = capsys.readouterr()
+        return status, output.out + output.err
 
     return run
 
@@ -79,7 +79,7 @@ def binary_texts(path: Path) -> str:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
-    "semicolon": (lambda f: written(f / "a.csv", "image;caption\n1.png;a\n"), {},
+    "semicolon": (lambda f: save(f / "a.csv", "image;caption\n1.png;a\n"), {},
                   "Remedy: format=dict(type='csv', delimiter=';')"),
     "a url": (lambda f: "http://127.0.0.1:1/wds-{0000..0001}.tar", {}, "Remedy: streaming=True"),
     "role and content": (lambda f: jsonl(f / "a.jsonl", {"conversations": [{"role": "user", "content": "x"}]}), {},
@@ -87,18 +87,18 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "key misspelt": (lambda f: jsonl(f / "a.jsonl", {"text_promt": "a", "image_path": "1.png"}), {},
                      "text_prompt is missing (the record has: text_promt, image_path). Allowed: a text. "
                      "Remedy: another name: columns={'name in the file': 'text_prompt'}"),
-    "Parquet": (lambda f: written(f / "a.jsonl", b"PAR1...."), {}, "is a Parquet file. Allowed: "),
-    "last line": (lambda f: written(f / "a.jsonl", '{"text": "a"}\n{"text": "b'), {}, "Remedy: the record ends early"),
-    "Latin-1": (lambda f: written(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "no UTF-8. Remedy: convert it: iconv"),
+    "Parquet": (lambda f: save(f / "a.jsonl", b"PAR1...."), {}, "is a Parquet file. Allowed: "),
+    "last line": (lambda f: save(f / "a.jsonl", '{"text": "a"}\n{"text": "b'), {}, "Remedy: the record ends early"),
+    "Latin-1": (lambda f: save(f / "a.jsonl", b'{"text": "caf\xe9"}\n'), {}, "no UTF-8. Remedy: convert it: iconv"),
     "binary texts": (lambda f: binary_texts(f / "a.parquet"), {},
                      "a.parquet row 1: text has bytes. Allowed: a text (UTF-8)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_data_that_cannot_be_read(case: str, inspected: Callable[..., Any], tmp_path: Path) -> None:
+def test_data_that_cannot_be_read(case: str, inspect: Callable[..., Any], tmp_path: Path) -> None:
     make, more, message = BROKEN[case]
-    status, output = inspected(make(tmp_path), **more)
+    status, output = inspect(make(tmp_path), **more)
     assert status in (1, 2) and message in output and "Traceback" not in output
 
 
@@ -115,25 +115,25 @@ def test_images_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["[![badge](a.svg)](b)\n\n# Title\n", "# Title\n"])
-def test_markdown_is_text_whatever_it_begins_with(first: str, inspected: Callable[..., Any], tmp_path: Path) -> None:
+def test_markdown_is_text_whatever_it_begins_with(first: str, inspect: Callable[..., Any], tmp_path: Path) -> None:
     for name, text in (("1.md", first), ("2.md", "# Two\n")):
         (tmp_path / name).write_text(text)
-    assert inspected(str(tmp_path / "*.md"))[0] == inspected(str(tmp_path / "1.md"))[0] == 0
+    assert inspect(str(tmp_path / "*.md"))[0] == inspect(str(tmp_path / "1.md"))[0] == 0
 
 
-def test_metadata_of_image_folders(inspected: Callable[..., Any], tmp_path: Path) -> None:
+def test_metadata_of_image_folders(inspect: Callable[..., Any], tmp_path: Path) -> None:
     """Other names of its columns, and two folders, whose names begin in each."""
     rows = {"a": ["filename,label", "0.png,a circle"], "b": ["filename,label", "1.png,a square"]}
     for name, lines in rows.items():
         picture(tmp_path / "top" / name / lines[1].partition(",")[0])
         (tmp_path / "top" / name / "metadata.csv").write_text("\n".join(lines) + "\n")
-    one, named = str(tmp_path / "top" / "a"), {"filename": "file_name", "label": "caption"}
-    status, output = inspected(one)
+    one, columns = str(tmp_path / "top" / "a"), {"filename": "file_name", "label": "caption"}
+    status, output = inspect(one)
     assert status == 1 and "file_name is missing" in output and "columns={'name in the file': 'file_name'}" in output
-    assert "columns={'name in the file': 'text'}" in inspected(one, columns={"filename": "file_name"})[1]
-    status, output = inspected(one, columns=named)
+    assert "columns={'name in the file': 'text'}" in inspect(one, columns={"filename": "file_name"})[1]
+    status, output = inspect(one, columns=columns)
     assert status == 0 and "unreadable" not in output
-    status, output = inspected([one, str(tmp_path / "top" / "b")], columns=named)
+    status, output = inspect([one, str(tmp_path / "top" / "b")], columns=columns)
     assert status == 0 and "unreadable" not in output, "each has its own images"
 
 
@@ -153,9 +153,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_settings_that_cannot_work(case: str, inspected: Callable[..., Any]) -> None:
+def test_settings_that_cannot_work(case: str, inspect: Callable[..., Any]) -> None:
     processor, data, message = SETTINGS[case]
-    status, output = inspected(_processor=processor, **(data or {"data_path": "x.jsonl"}))
+    status, output = inspect(_processor=processor, **(data or {"data_path": "x.jsonl"}))
     assert status == 2 and message in output and "Traceback" not in output
     assert "valid: " not in output or "processor" not in output.partition("valid: ")[2]
 
@@ -190,13 +190,13 @@ def test_a_vlm_has_no_images_as_tensors() -> None:
 
 
 def test_files_of_a_folder_that_are_not_read(
-    inspected: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    inspect: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("1.md", "2.txt", "3.rst", "4.rst", "README", "5.png"):
         (tmp_path / "in").mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("a b")
     with caplog.at_level("INFO"):
-        assert inspected(str(tmp_path / "in"), format="text")[0] == 0
+        assert inspect(str(tmp_path / "in"), format="text")[0] == 0
     (line,) = [one.getMessage() for one in caplog.records if "others are not" in one.getMessage()]
     assert "in: 2 files are read, 3 others are not: 2 .rst, 1 without a suffix." in line
 
@@ -212,33 +212,33 @@ def test_files_of_a_folder_that_are_not_read(
 def test_an_error_of_a_mixture_names_its_data_set(more: dict[str, Any], problem: str, tmp_path: Path) -> None:
     data = jsonl(tmp_path / "a.jsonl", {"text": "one two"})
     kind = "UnifiedGenerationDataset"
-    sources = [{"type": kind, "data_path": data, "weight": 1, **given} for given in ({}, more)]
+    sources = [{"type": kind, "data_path": data, "weight": 1, **options} for options in ({}, more)]
     config = tiny_config(tmp_path / "run", tmp_path, train_dataloader__dataset=sources)
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         Runner.from_cfg(config)
-    assert str(raised.value).startswith(f"train_dataloader.dataset[1]: {problem}")
+    assert str(error.value).startswith(f"train_dataloader.dataset[1]: {problem}")
 
 
-def test_the_tool_shows_what_a_log_would_have(inspected: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_tool_shows_what_a_log_would_have(inspect: Callable[..., Any], tmp_path: Path) -> None:
     """Files that are given twice, and others of a folder."""
     data = jsonl(tmp_path / "a" / "a.jsonl", {"text": "one two"})
-    written(tmp_path / "a" / "b.log", "x")
+    save(tmp_path / "a" / "b.log", "x")
     logging.getLogger("unigen_ds").handlers.clear()
-    assert f"note: data_path has {data} 2 times: its records are used as often." in inspected(data_path=[data, data])[1]
-    assert "1 files are read, 1 others are not: 1 .log." in inspected(data_path=str(tmp_path / "a"))[1]
+    assert f"note: data_path has {data} 2 times: its records are used as often." in inspect(data_path=[data, data])[1]
+    assert "1 files are read, 1 others are not: 1 .log." in inspect(data_path=str(tmp_path / "a"))[1]
 
 
-def test_captions_with_a_suffix_in_capitals(inspected: Callable[..., Any], tmp_path: Path) -> None:
+def test_captions_with_a_suffix_in_capitals(inspect: Callable[..., Any], tmp_path: Path) -> None:
     picture(tmp_path / "in" / "0.PNG")
     (tmp_path / "in" / "0.TXT").write_text("a circle")
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for path in sorted((tmp_path / "in").iterdir()):
             tar.add(path, path.name)
     for data in (tmp_path / "in", tmp_path / "a.tar"):
-        assert inspected(str(data))[0] == 0
+        assert inspect(str(data))[0] == 0
     shutil.copy(tmp_path / "in" / "0.PNG", tmp_path / "in" / "1.PNG")
     (tmp_path / "in" / "1.txt").write_text("a square")
-    status, output = inspected(str(tmp_path / "in"))
+    status, output = inspect(str(tmp_path / "in"))
     assert status == 0 and "in: 2 records, 2 used" in output
 
 

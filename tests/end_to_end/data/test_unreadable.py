@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import talk, text
-from tests.text_run import text_config, trained, words
+from tests.text_run import run_config, text_config, words
 from tests.tiny import tiny_config
 from tools.train import main as train
 from unigen_ds.core.errors import ConfigError, DataError
@@ -20,13 +20,13 @@ from unigen_ds.runner import Runner
 def test_an_update_without_a_target_is_a_warning(tmp_path: Path) -> None:
     """A conversation whose question fills the sequence keeps no target under 'truncate'; one document of three does."""
     records = [talk(text("user", words(40)), text("assistant", "one"))] * 2 + [{"text": "one two"}]
-    runner, kept = trained(text_config(tmp_path, records, train_dataloader__overflow="truncate"))
+    runner, hook = run_config(text_config(tmp_path, records, train_dataloader__overflow="truncate"))
     log = (runner.work_dir / "train.log").read_text(encoding="utf-8")
-    without = [n for n, batch in enumerate(kept.batches, 1) if not len(batch.text_target_ids)]
-    assert len(kept.batches) == 3 and len(without) == 2
+    without = [n for n, batch in enumerate(hook.batches, 1) if not len(batch.text_target_ids)]
+    assert len(hook.batches) == 3 and len(without) == 2
     assert log.count("WARNING Update ") == 2
     assert all(f"Update {n} had no target in its 1 samples: nothing was learned" in log for n in without)
-    other, _ = trained(text_config(tmp_path, [{"text": "one"}], work_dir=str(tmp_path / "other")))
+    other, _ = run_config(text_config(tmp_path, [{"text": "one"}], work_dir=str(tmp_path / "other")))
     assert "had no target" not in (other.work_dir / "train.log").read_text(encoding="utf-8")
 
 
@@ -42,9 +42,9 @@ def test_a_source_without_a_readable_image_stops_the_start(tmp_path: Path, capsy
         str(tmp_path / turn["image_path"]) for r in first for turn in r["conversations"] if turn["type"] == "image"
     ))  # fmt: skip
     config = tiny_config(tmp_path / "broken", root, train_dataloader__dataset=source)
-    with pytest.raises(DataError, match="digits_val: none of its 12 images can be read") as raised:
+    with pytest.raises(DataError, match="digits_val: none of its 12 images can be read") as error:
         Runner.from_cfg(config)
-    assert [path for path in paths if path in str(raised.value)] == paths[:5]
+    assert [path for path in paths if path in str(error.value)] == paths[:5]
     options = [f"{key}={value}" for key, value in {
         "train_dataloader.dataset": source, "work_dir": str(tmp_path / "tool"), "train_dataloader.num_workers": 0,
     }.items()]  # fmt: skip

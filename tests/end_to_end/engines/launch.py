@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests import full_disk
-from tests.end_to_end.engines.cases import Job
-from tests.end_to_end.engines.groups import jobs_of
+from tests.end_to_end.engines.jobs.cases import Job
+from tests.end_to_end.engines.jobs.groups import jobs_of
+from tests.support import full_disk
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.shards import EMA
@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def checkpoints(self) -> list[Path]:
-        return [found.path for found in store.list_checkpoints(self.folder) if found.problem is None]
+        return [checkpoint.path for checkpoint in store.list_checkpoints(self.folder) if checkpoint.problem is None]
 
     @cached_property
     def final(self) -> Tensors:
@@ -58,7 +58,7 @@ class Outcome:
         return load_file(self.folder / "initial.safetensors")
 
     @cached_property
-    def held(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """The weights after the last update, as the engine had them: not read from a checkpoint."""
         return load_file(self.folder / "final.safetensors")
 
@@ -70,16 +70,16 @@ class Outcome:
     def memory(self) -> list[dict[str, int]]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("memory_*.json"))]
 
-    def counted(self) -> list[dict[str, int]]:
+    def counted_bytes(self) -> list[dict[str, int]]:
         """The highest sum of tensor bytes of each rank, and what is held between updates (``CountedBytesHook``)."""
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob("counted_*.json"))]
 
 
 def tensors(checkpoint: Path) -> Tensors:
-    return {key: read().clone() for key, read in store.tensors_of(checkpoint, Manifest.read(checkpoint)).items()}
+    return {key: read().clone() for key, read in store.tensor_readers(checkpoint, Manifest.read(checkpoint)).items()}
 
 
-class Launched:
+class LaunchedRuns:
     """Jobs of one worker, which has begun; ``on_demand``: each, with what it resumes from, when ``outcome`` asks for
     it.
     """
@@ -99,12 +99,12 @@ class Launched:
         text = json.dumps([asdict(job) for job in jobs])
         cases.write_text(text, encoding="utf-8")
         # of jobs on a full disk: the library that makes its calls fail
-        preloaded = {"LD_PRELOAD": str(full_disk.library(out))} if '"FullDiskHook"' in text else {}
+        preload = {"LD_PRELOAD": str(full_disk.library(out))} if '"FullDiskHook"' in text else {}
         with (out / "worker.log").open("w", encoding="utf-8") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.end_to_end.engines.worker", str(cases), str(out)],
                 cwd=ROOT,
-                env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | preloaded,
+                env={k: v for k, v in os.environ.items() if k not in LAUNCHER} | preload,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -115,12 +115,12 @@ class Launched:
             self._worker.terminate()
             self._worker.wait()
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Also in a process that was forked from this one."""
         running = Path(f"/proc/{self._worker.pid}/stat") if self._worker else Path("/no/worker")
         return not running.exists() or running.read_text().rpartition(")")[2].split()[0] == "Z"
 
-    def finish(self) -> Launched:
+    def finish(self) -> LaunchedRuns:
         """Wait for the worker's last job, and read how each of them ended."""
         if self._worker is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -156,7 +156,7 @@ class Runs:
 
     groups: tuple[str, ...]
 
-    def __call__(self) -> Launched:
+    def __call__(self) -> LaunchedRuns:
         return begin().finish()
 
 
@@ -164,20 +164,20 @@ def want(*groups: str) -> Runs:
     return Runs(groups)
 
 
-_LAUNCHED: list[Launched] = []
+_RUNS: list[LaunchedRuns] = []
 
 
-def begin(groups: Iterable[str] = ()) -> Launched:
+def begin(groups: Iterable[str] = ()) -> LaunchedRuns:
     """Called with all groups when all tests are collected: the engines' jobs run beside the tests that need none.
 
     With ``ENGINE_JOBS=needed`` in the environment (``tests/mutate.py`` sets it) only the jobs that tests ask for run.
     """
-    if not _LAUNCHED:
+    if not _RUNS:
         out = Path(tempfile.mkdtemp(prefix="engines-"))
         atexit.register(shutil.rmtree, out, ignore_errors=True)
         on_demand = os.environ.get("ENGINE_JOBS") == "needed"
-        _LAUNCHED.append(Launched(out, jobs_of(groups, full=False), on_demand=on_demand))
-    return _LAUNCHED[0]
+        _RUNS.append(LaunchedRuns(out, jobs_of(groups, full=False), on_demand=on_demand))
+    return _RUNS[0]
 
 
 def relative(a: float | None, b: float | None) -> float:
@@ -235,13 +235,13 @@ def weight_deviation(run: Tensors, oracle: Tensors, *, kinds: Sequence[str] = ("
             absolute = max(absolute, float(difference.abs().max()))
             continue
         norm = float(oracle[key].double().norm())
-        found = float(difference.norm()) / norm if norm else float(difference.norm() > 0) * float("inf")
-        if found > worst:
-            worst, where = found, "|".join(key)
+        deviation = float(difference.norm()) / norm if norm else float(difference.norm() > 0) * float("inf")
+        if deviation > worst:
+            worst, where = deviation, "|".join(key)
     return Deviation(worst, where, absolute)
 
 
 def unequal(a: Tensors, b: Tensors) -> list[str]:
     """Names of the tensors that are not bit-equal or that only one of the two has."""
-    found = ["|".join(key) for key in sorted(a.keys() ^ b.keys())]
-    return found + ["|".join(key) for key in sorted(a.keys() & b.keys()) if not torch.equal(a[key], b[key])]
+    names = ["|".join(key) for key in sorted(a.keys() ^ b.keys())]
+    return names + ["|".join(key) for key in sorted(a.keys() & b.keys()) if not torch.equal(a[key], b[key])]

@@ -12,11 +12,11 @@ from unigen_ds.checkpoint import store
 from unigen_ds.system.journals import read_lines
 
 runs = want("mmengine_hooks")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 STOPPED_AT = 3
 
 
-def seen(engine: str) -> list[list[dict[str, Any]]]:
+def lines_of(engine: str) -> list[list[dict[str, Any]]]:
     """What each rank's hook saw, micro-batch by micro-batch."""
     folder = runs().outcome(f"mmengine/{engine}").folder
     return [[json.loads(line) for line in path.open()] for path in sorted(folder.glob("seen_*.jsonl"))]
@@ -24,7 +24,7 @@ def seen(engine: str) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(("engine", "world"), [("single", 1), ("zero2", 2), ("SHARD_GRAD_OP", 2)])
 def test_every_rank_sees_the_run(engine: str, world: int) -> None:
-    ranks = seen(engine)
+    ranks = lines_of(engine)
     assert len(ranks) == world
     for rank, lines in enumerate(ranks):
         assert [line["iter"] for line in lines] == [line["batch_idx"] for line in lines] == [0, 1, 2, 3, 4, 5]
@@ -32,7 +32,7 @@ def test_every_rank_sees_the_run(engine: str, world: int) -> None:
             assert (line["rank"], line["of"]) == (rank, world)
             assert line["hub"] == [line["iter"], line["max_iters"], line["lr"][0]]
             same = ("iter", "epoch", "max_iters", "lr", "batch_idx", "length")
-            assert [line[key] for key in same] == [seen("single")[0][line["iter"]][key] for key in same]
+            assert [line[key] for key in same] == [lines_of("single")[0][line["iter"]][key] for key in same]
             assert line["outputs"]["loss"] > 0 and line["parameters"] > 10 and line["length"] == 26
 
 
@@ -41,5 +41,5 @@ def test_one_rank_asks_for_a_checkpoint_and_stops_all_with_another(engine: str) 
     run = runs().outcome(f"mmengine/{engine}")
     updates = [line["update"] for line in read_lines(run.folder / "metrics.jsonl") if "loss" in line]
     assert updates == [1, 2, STOPPED_AT]
-    found = [checkpoint.manifest for checkpoint in store.list_checkpoints(run.folder)]
-    assert sorted(manifest.progress.updates for manifest in found if manifest) == [1, STOPPED_AT]
+    manifests = [checkpoint.manifest for checkpoint in store.list_checkpoints(run.folder)]
+    assert sorted(manifest.progress.updates for manifest in manifests if manifest) == [1, STOPPED_AT]

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.engines import feature_cases as cases
+from tests.end_to_end.engines.jobs import feature_cases as cases
 from tests.end_to_end.engines.launch import ROOT, Outcome, relative, tensors, want
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint.manifest import Manifest
 
 runs = want("plugin")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SHARDED = ("zero2", "zero3", "FULL_SHARD")
 PROMPT = "[0.5, 1, -1]"
 SAVED = {2: "zero2", 4: "FULL_SHARD", 6: "zero3", 8: "zero3", 10: "single", 12: "single"}
@@ -44,8 +44,8 @@ def chain() -> Outcome:
 
 
 def manifests(run: Outcome) -> dict[int, Manifest]:
-    found = [Manifest.read(path) for path in run.checkpoints]
-    return {manifest.progress.updates: manifest for manifest in found}
+    manifests = [Manifest.read(path) for path in run.checkpoints]
+    return {manifest.progress.updates: manifest for manifest in manifests}
 
 
 @pytest.mark.parametrize("engine", SHARDED)
@@ -63,16 +63,16 @@ def test_killed_runs_continue_under_another_engine(chain: Outcome) -> None:
 
 
 def test_every_engine_of_the_chain_has_saved(chain: Outcome) -> None:
-    found = {updates: manifest.topology for updates, manifest in manifests(chain).items()}
-    names = {updates: topology.get("sharding_strategy") or topology["engine"] for updates, topology in found.items()}
-    stages = {updates: topology.get("zero_stage") for updates, topology in found.items()}
+    engines = {updates: manifest.topology for updates, manifest in manifests(chain).items()}
+    names = {updates: topology.get("sharding_strategy") or topology["engine"] for updates, topology in engines.items()}
+    stages = {updates: topology.get("zero_stage") for updates, topology in engines.items()}
     assert [name if not stages[u] else f"zero{stages[u]}" for u, name in names.items()] == list(SAVED.values())
 
 
 def test_the_optimizers_state_and_the_running_statistics_go_with_the_run(chain: Outcome) -> None:
     state = tensors(chain.checkpoints[-1])
-    trained = {name for kind, name in state if kind == "master"}
-    assert {name for kind, name in state if kind == "mean"} == trained
+    names = {name for kind, name in state if kind == "master"}
+    assert {name for kind, name in state if kind == "mean"} == names
     assert {float(value) for (kind, _), value in state.items() if kind == "step"} == {cases.PLUGIN_UPDATES}
     batches = cases.PLUGIN_UPDATES * 2
     assert {int(value) for (kind, name), value in state.items() if name.endswith("num_batches_tracked")} == {batches}
@@ -95,15 +95,15 @@ def answer(model: Path, out: Path, *options: str) -> str:
 @pytest.mark.parametrize("number", range(len(SAVED)))
 def test_it_exports_and_generates_from_every_engines_checkpoint(chain: Outcome, number: int, tmp_path: Path) -> None:
     checkpoint, out = chain.checkpoints[number], tmp_path / "exported"
-    found = answer(checkpoint, tmp_path, "--allow-custom-imports")
+    text = answer(checkpoint, tmp_path, "--allow-custom-imports")
     assert export([str(checkpoint), str(out), "--allow-custom-imports"]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "digests.json", "model.safetensors"]
-    assert answer(out, tmp_path) == answer(out, tmp_path, "--config", str(ROOT / cases.PLUGIN)) == found
-    value, label = found.split()
-    assert float(value) == pytest.approx(predicted(checkpoint), abs=1e-3) and label in "01"
+    assert answer(out, tmp_path) == answer(out, tmp_path, "--config", str(ROOT / cases.PLUGIN)) == text
+    value, label = text.split()
+    assert float(value) == pytest.approx(predict(checkpoint), abs=1e-3) and label in "01"
 
 
-def predicted(checkpoint: Path) -> float:
+def predict(checkpoint: Path) -> float:
     """The network by hand: running statistics, no batch."""
     state = {name: value for (kind, name), value in tensors(checkpoint).items() if kind in ("master", "buffer")}
     x = torch.tensor(json.loads(PROMPT)).double()

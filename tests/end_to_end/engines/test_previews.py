@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.end_to_end.engines import cases, model_cases
-from tests.end_to_end.engines.cases import FAILS_AT, PREVIEWS, RESUME_UPDATES
+from tests.end_to_end.engines.jobs import cases, model_cases
+from tests.end_to_end.engines.jobs.cases import FAILS_AT, PREVIEWS, RESUME_UPDATES
 from tests.end_to_end.engines.launch import want
 from unigen_ds.families.bagel.flow_settings import flow_for
 from unigen_ds.runner.open.trained import open_inferencer
 
 runs = want("resume", "models", "decoder")
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NAMES = [f"resume/{engine}@2-fp32/straight" for engine in cases.PREVIEWING]
 MODELS = [job.name for job in model_cases.models(full=False) if not job.name.endswith("/single@1")]
@@ -36,27 +36,27 @@ def test_a_preview_shows_what_the_checkpoint_draws_and_writes(name: str, tmp_pat
     """With the average of the weights; a picture that cannot be read is shown as such, and is a warning."""
     run = runs().outcome(name)
     inferencer = open_inferencer(run.checkpoints[-1])
-    given, data = PREVIEWS["digits"], str(runs().out / "data")
-    flow = flow_for(inferencer.model, given["flow"])
-    made = rows(run.folder, RESUME_UPDATES)
-    asked = [p if isinstance(p, dict) else {"prompt": p} for p in given["prompts"]]
-    asked += [{"images": [path], "understand": True} for path in given["images"]]
+    settings, data = PREVIEWS["digits"], str(runs().out / "data")
+    flow = flow_for(inferencer.model, settings["flow"])
+    previews = rows(run.folder, RESUME_UPDATES)
+    prompts = [p if isinstance(p, dict) else {"prompt": p} for p in settings["prompts"]]
+    prompts += [{"images": [path], "understand": True} for path in settings["images"]]
     sheet = np.asarray(Image.open(run.folder / "previews" / f"{RESUME_UPDATES}.png").convert("L"), dtype=int)
-    for number, (row, prompt) in enumerate(zip(made, asked, strict=False)):
+    for number, (row, prompt) in enumerate(zip(previews, prompts, strict=False)):
         images = [path.replace("{data}", data) for path in prompt.get("images", [])]
         assert (row["prompt"], row["seed"], row["images"]) == (prompt.get("prompt", ""), number, images)
         if "mixed.jsonl" in "".join(images):
             assert "mixed.jsonl" in row["error"] and not row["text"]
             continue
-        drawn = {"size": given["size"], "flow": flow}
-        how = {"understand": True} if prompt.get("understand") else drawn
+        drawing = {"size": settings["size"], "flow": flow}
+        how = {"understand": True} if prompt.get("understand") else drawing
         alone = inferencer.unified_generate(
-            prompt.get("prompt", ""), images=images, seed=number, max_length=given["max_new_tokens"], **how
+            prompt.get("prompt", ""), images=images, seed=number, max_length=settings["max_new_tokens"], **how
         )
         assert row["text"] == alone.text and not row["error"]
         for image in alone.images:
             assert shown_in(sheet, np.asarray(image, dtype=int)), number
-    held_out = made[len(asked) :]
+    held_out = previews[len(prompts) :]
     assert [row["record"] for row in held_out] == ["mixed:0", "mixed:1", "mixed:8", "mixed:9"]
     assert [row["reference"] for row in held_out[:2]] == ["zero", "seven nine one three five seven"]
 
@@ -74,8 +74,8 @@ def shown_in(sheet: np.ndarray, image: np.ndarray, *, side: int = 224) -> bool:
 def test_a_failure_on_one_rank_is_a_warning_with_its_reason(name: str) -> None:
     """All ranks go on, and the next preview is there."""
     folder = runs().outcome(name).folder
-    made = sorted(int(path.stem) for path in (folder / "previews").glob("*.png"))
-    assert made == [RESUME_UPDATES]
+    numbers = sorted(int(path.stem) for path in (folder / "previews").glob("*.png"))
+    assert numbers == [RESUME_UPDATES]
     log = (folder / "train.log").read_text(encoding="utf-8")
     assert f"No preview at update {FAILS_AT}: rank 1: RuntimeError: on purpose." in log
     assert f"1 of 10 previews at update {RESUME_UPDATES} failed; the first: " in log and "mixed.jsonl" in log
@@ -84,17 +84,17 @@ def test_a_failure_on_one_rank_is_a_warning_with_its_reason(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_to_records_are_those_of_one_process(name: str) -> None:
     run, single = runs().outcome(name), runs().outcome(name.partition("/")[0] + "/single@1")
-    found = [json.loads(path.read_text()) for path in sorted(run.folder.glob("answers_*.json"))]
+    parts = [json.loads(path.read_text()) for path in sorted(run.folder.glob("answers_*.json"))]
     (alone,) = [json.loads(path.read_text()) for path in single.folder.glob("answers_*.json")]
-    assert len(found) == int(name.partition("@")[2])
-    for wanted, one in alone.items():
-        together = sorted((row for part in found for row in part[wanted]["rows"]), key=lambda row: row[0])
+    assert len(parts) == int(name.partition("@")[2])
+    for kind, one in alone.items():
+        together = sorted((row for part in parts for row in part[kind]["rows"]), key=lambda row: row[0])
         expected = sorted(one["rows"], key=lambda row: row[0])
         assert len(expected) == one["asked"] == 3
-        assert all((part[wanted]["asked"], part[wanted]["left_out"]) == (3, one["left_out"]) for part in found)
+        assert all((part[kind]["asked"], part[kind]["left_out"]) == (3, one["left_out"]) for part in parts)
         for row, other in zip(together, expected, strict=True):
             assert row[0] == other[0] and row[2:] == other[2:]
-            if wanted == "text":
+            if kind == "text":
                 assert row[1] == other[1]
             else:
                 difference = np.abs(np.array(row[1]) - np.array(other[1]))
@@ -104,6 +104,6 @@ def test_answers_to_records_are_those_of_one_process(name: str) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_continues_the_same_texts(name: str) -> None:
     run, single = runs().outcome(name), runs().outcome("decoder/single@1")
-    made = rows(run.folder, cases.DECODER_UPDATES)
-    assert [row["prompt"] for row in made] == PREVIEWS["words"]["prompts"] and any(row["text"] for row in made)
-    assert made == rows(single.folder, cases.DECODER_UPDATES)
+    previews = rows(run.folder, cases.DECODER_UPDATES)
+    assert [row["prompt"] for row in previews] == PREVIEWS["words"]["prompts"] and any(row["text"] for row in previews)
+    assert previews == rows(single.folder, cases.DECODER_UPDATES)

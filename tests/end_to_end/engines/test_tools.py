@@ -23,11 +23,11 @@ WEIGHTS = [(True, MASTER), (False, EMA)]
 
 def check_weights(run: Outcome, *, raw: bool, kind: str) -> None:
     weights = open_model(run.folder, raw=raw)[0].state_dict()
-    stored = {name: tensor for (k, name), tensor in run.final.items() if k == kind}
-    assert stored and [n for n, t in stored.items() if not torch.equal(weights[n].flatten(), t.flatten())] == []
+    expected = {name: tensor for (k, name), tensor in run.final.items() if k == kind}
+    assert expected and [n for n, t in expected.items() if not torch.equal(weights[n].flatten(), t.flatten())] == []
 
 
-def said(run: Outcome, out: Path, *words: str, raw: bool) -> dict:
+def generate_row(run: Outcome, out: Path, *words: str, raw: bool) -> dict:
     words = (str(run.folder), *words, "--device", "cpu", "--out", str(out), *(["--raw"] * raw))
     assert generate([*words]) == 0
     return json.loads((out / "results.jsonl").read_text().splitlines()[-1])
@@ -38,7 +38,7 @@ def said(run: Outcome, out: Path, *words: str, raw: bool) -> dict:
 def test_every_layout_draws_with_the_weights_or_their_average(name, raw, kind, tmp_path):
     run = runs().outcome(name)
     check_weights(run, raw=raw, kind=kind)
-    row = said(run, tmp_path, "--prompt", "draw a three", "--num-timesteps", "3", raw=raw)
+    row = generate_row(run, tmp_path, "--prompt", "draw a three", "--num-timesteps", "3", raw=raw)
     assert (tmp_path / row["file"]).stat().st_size
 
 
@@ -53,6 +53,6 @@ def test_every_layout_is_exported(name, raw, kind, tmp_path):
     if name.startswith("flux"):
         assert {"ema.safetensors", "ae.safetensors"} < {path.name for path in (tmp_path / "out").iterdir()}
         return
-    said(run, tmp_path, "--prompt", "?", "--max-length", "3", raw=raw)
+    generate_row(run, tmp_path, "--prompt", "?", "--max-length", "3", raw=raw)
     weights, again = (open_model(path, raw=raw)[0].state_dict() for path in (run.folder, tmp_path / "out"))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.items())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.engines.feature_cases import (
+from tests.end_to_end.engines.jobs.feature_cases import (
     EVALUATED_BY_FOUR,
     EVALUATED_ENGINES,
     EVALUATED_METRICS,
@@ -52,10 +52,10 @@ def test_metrics_are_computed_and_one_that_fails_on_one_rank_is_left_out(
     assert 0 < single["val/exact_match"] < 1 and 0 < single["val/bleu"] < 100
     for line in (line for line in lines if line["update"] in updates):
         assert {f"val/{name}" for name in EVALUATED_METRICS} < line.keys() and "val/fails" not in line
-        losses, *stored = read_results(run.folder / "evaluations" / f"{line['update']}.json")
+        losses, *results = read_results(run.folder / "evaluations" / f"{line['update']}.json")
         assert losses.values == {key: value for key, value in line.items() if key.startswith("val/loss")}
-        found = {f"val/{name}": value for one in stored for name, value in one.values.items()}
-        assert found == {f"val/{name}": line[f"val/{name}"] for name in EVALUATED_METRICS}
+        by_metric = {f"val/{name}": value for one in results for name, value in one.values.items()}
+        assert by_metric == {f"val/{name}": line[f"val/{name}"] for name in EVALUATED_METRICS}
     words = f"The metric fails has no value this time: rank {world - 1}: BrokenPipeError: on purpose"
     assert (run.folder / "train.log").read_text(encoding="utf-8").count(words) == len(updates)
 
@@ -74,5 +74,5 @@ def test_training_notices_no_evaluation(engine: str, world: int) -> None:
     for a, b in zip(run.lines, other.lines, strict=True):
         assert [a[key] for key in METRICS] == [b[key] for key in METRICS]
     assert unequal(run.final, other.final) == []
-    drawn = [sorted((found.checkpoints[-1] / "rng").iterdir()) for found in (run, other)]
-    assert [path.read_bytes() for path in drawn[0]] == [path.read_bytes() for path in drawn[1]]
+    states = [sorted((one.checkpoints[-1] / "rng").iterdir()) for one in (run, other)]
+    assert [path.read_bytes() for path in states[0]] == [path.read_bytes() for path in states[1]]

@@ -51,7 +51,7 @@ class Running:
     following: list[dict[str, Any]] = field(default_factory=list)
     """Further jobs in the same processes."""
     group: int = 0
-    started: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=time.monotonic)
     waiting: set[int] = field(default_factory=set)
     statuses: list[int] = field(default_factory=list)
 
@@ -62,24 +62,24 @@ class Running:
 
 class Pool:
     def __init__(self, jobs: list[dict[str, Any]], out: Path) -> None:
-        self.out, self.left, self.running = out, [*jobs], list[Running]()
+        self.out, self.waiting_jobs, self.running = out, [*jobs], list[Running]()
         self.kinds = {job["name"]: kind for job in jobs if (kind := _shared_kind(job)) is not None}
         self.names = {job["name"] for job in jobs}
         self.results: dict[str, dict[str, Any]] = {}
-        self.begun: dict[str, float] = {}
+        self.starts: dict[str, float] = {}
         self.cpu_seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self) -> None:
         parent = os.getppid()
         try:
-            while self.left or self.running:
+            while self.waiting_jobs or self.running:
                 if os.getppid() != parent:
                     sys.exit(1)  # the tests were killed
                 while (job := self._next()) is not None:
                     following = self._following(job)
                     for one in (job, *following):
-                        self.left.remove(one)
-                        self.begun[one["name"]] = time.monotonic()
+                        self.waiting_jobs.remove(one)
+                        self.starts[one["name"]] = time.monotonic()
                     self._start(job, 0, following)
                 self._collect()
         finally:
@@ -90,7 +90,7 @@ class Pool:
     def _next(self) -> dict[str, Any] | None:
         """The first job whose predecessor is done, here or by an earlier launch, if its processes may begin now."""
         waiting = self.names - self.results.keys()
-        ready = (job for job in self.left if job["resumes"] not in waiting)
+        ready = (job for job in self.waiting_jobs if job["resumes"] not in waiting)
         job = next(ready, None)
         busy = sum(r.phase["world"] for r in self.running)
         return job if job and (not busy or busy + job["phases"][0]["world"] <= PROCESSES) else None
@@ -98,7 +98,7 @@ class Pool:
     def _following(self, job: dict[str, Any]) -> list[dict[str, Any]]:
         """Those that may share the processes of a job: of the same kind, and ready."""
         waiting, kind = self.names - self.results.keys(), self.kinds.get(job["name"])
-        ready = (one for one in self.left if one is not job and one["resumes"] not in waiting)
+        ready = (one for one in self.waiting_jobs if one is not job and one["resumes"] not in waiting)
         return [one for one in ready if kind is not None and self.kinds.get(one["name"]) == kind][: TOGETHER - 1]
 
     def _start(self, job: dict[str, Any], number: int, following: Sequence[dict[str, Any]] = ()) -> None:
@@ -121,7 +121,7 @@ class Pool:
         child, status, usage = os.wait4(-1, os.WNOHANG)
         if child == 0:
             time.sleep(0.02)
-            late = [r for r in self.running if time.monotonic() - r.started > LIMIT_S]
+            late = [r for r in self.running if time.monotonic() - r.start > LIMIT_S]
             for running in late:
                 _kill(running.group)
             return
@@ -134,9 +134,9 @@ class Pool:
             _kill(running.group)
         if not running.waiting:
             self.running.remove(running)
-            self._ended(running)
+            self._record_end(running)
 
-    def _ended(self, running: Running) -> None:
+    def _record_end(self, running: Running) -> None:
         name, phase = running.job["name"], running.phase
         expected = -signal.SIGKILL if phase["killed"] else 0
         problem = None
@@ -148,15 +148,15 @@ class Pool:
         jobs = [running.job, *running.following]
         cpu_seconds = self.cpu_seconds.pop(name) / len(jobs)
         if problem is not None and running.following:
-            self.left[:0] = jobs
+            self.waiting_jobs[:0] = jobs
             for job in jobs:
                 del self.kinds[job["name"]]
                 shutil.rmtree(self.out / job["name"], ignore_errors=True)
             return
         for name in (job["name"] for job in jobs):
-            seconds = time.monotonic() - self.begun[name]
-            found = {"problem": problem, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
-            self.results[name] = found
+            seconds = time.monotonic() - self.starts[name]
+            result = {"problem": problem, "seconds": round(seconds, 2), "cpu_seconds": round(cpu_seconds, 2)}
+            self.results[name] = result
             how = "failed" if problem else "done"
             print(f"{name}: {how} after {seconds:.1f} s, {cpu_seconds:.1f} s of a core", flush=True)
 
@@ -203,8 +203,8 @@ def _process(jobs: Sequence[dict[str, Any]], number: int, rank: int, port: int, 
                 for i, phase in enumerate(job["phases"]):
                     _train(phase, folder / (phase["folder"] or str(i)), out)
                 continue
-            resumed = out / job["resumes"] / "last_checkpoint" if job["resumes"] and number == 0 else None
-            _train(job["phases"][number], folder, out, resume=resumed.read_text().strip() if resumed else None)
+            pointer = out / job["resumes"] / "last_checkpoint" if job["resumes"] and number == 0 else None
+            _train(job["phases"][number], folder, out, resume=pointer.read_text().strip() if pointer else None)
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -222,8 +222,8 @@ def _train(phase: dict[str, Any], work_dir: Path, out: Path, *, resume: str | No
     from unigen_ds.system import dist
 
     data = {"type": "UnifiedGenerationDataset", "data_path": str(out / "data" / phase["data"])}
-    given = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
-    overrides = {"train_cfg__max_epochs": 2, "train_dataloader__dataset": data, **given}
+    changes = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
+    overrides = {"train_cfg__max_epochs": 2, "train_dataloader__dataset": data, **changes}
     if resume is not None:
         overrides["load_from" if "load_cfg" in overrides else "resume"] = resume
     Runner.from_cfg(tiny_config(work_dir, out, **overrides), max_updates=phase["max_updates"]).train()
@@ -234,9 +234,9 @@ def _train_file(phase: dict[str, Any], work_dir: Path, out: Path) -> None:
     """As ``tools/train.py CONFIG`` with the options of the phase."""
     from tools.train import main as train
 
-    given = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
-    resume = ["--resume"] * bool(given.pop("resume", False))
-    options = [f"{key.replace('__', '.')}={value!r}" for key, value in given.items()]
+    changes = json.loads(json.dumps(phase["config"]).replace("{data}", str(out / "data")))
+    resume = ["--resume"] * bool(changes.pop("resume", False))
+    options = [f"{key.replace('__', '.')}={value!r}" for key, value in changes.items()]
     limit = ["--max-updates", str(phase["max_updates"])]
     status = train([phase["config_file"], "--work-dir", str(work_dir), *resume, *limit, "--cfg-options", *options])
     assert status == 0, status
@@ -247,8 +247,8 @@ def main() -> None:
     from deepspeed.utils import nvtx
     from PIL import Image
 
-    from tests.end_to_end.engines import mixture_data, pictures, previews, texts  # noqa: F401 - previews registers its hooks
-    from tests.end_to_end.engines import users as users
+    from tests.end_to_end.engines.jobs import mixture_data, pictures, previews, texts  # noqa: F401 - previews registers its hooks
+    from tests.end_to_end.engines.jobs import users as users
     from tests.families import tiny_transformers
     from unigen_ds.checkpoint.manifest import current_versions
 
@@ -274,8 +274,8 @@ def main() -> None:
         users.write_rows(out / "data" / "rows.txt")
         texts.write_numbers(out / "data" / "numbers.txt")
     models = out / "data" / "models"
-    wanted = [kind for kind in tiny_transformers.KINDS if f'/models/{kind}"' in text]
-    tiny_transformers.write(models, [kind for kind in wanted if not (models / kind).is_dir()])
+    kinds = [kind for kind in tiny_transformers.KINDS if f'/models/{kind}"' in text]
+    tiny_transformers.write(models, [kind for kind in kinds if not (models / kind).is_dir()])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the tests have ended before the jobs
     gc.freeze()  # else every collection of a process would go through, and so copy, all that was imported
     Pool(jobs, out).run()

@@ -54,15 +54,15 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path, root: Path, **changes: Any) -> Any:
     """Nothing moves: the learning rate is 0, no condition is left out."""
     sources = [{"type": "UnifiedGenerationDataset", "data_path": str(root / f"{name}.jsonl")} for name in NAMES]
-    given = {
+    options = {
         "train_dataloader__dataset": {"_delete_": True, **sources[0]}, "train_dataloader__batch_size": 2,
         "optim_wrapper__accumulative_counts": 2, "optim_wrapper__optimizer__lr": 0.0, "param_scheduler": [],
         "loss_weights": {"text": 2.0, "image": 0.5}, "processor__ce_reweight": True, "processor__text_dropout": 0.0,
         "custom_hooks": [{"type": "KeepSamples"}], **changes,
     }  # fmt: skip
-    made = tiny_config(folder, root, **given)
-    made["train_dataloader"]["dataset"] = sources
-    return made
+    settings = tiny_config(folder, root, **options)
+    settings["train_dataloader"]["dataset"] = sources
+    return settings
 
 
 def of_record(runner: Runner, sample_id: str) -> dict[str, tuple[float, float]]:
@@ -80,7 +80,7 @@ def of_record(runner: Runner, sample_id: str) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize("packing", [None, {"type": "BestFitPacking", "window": 8}])
 def test_they_are_means_over_the_targets_of_each_source(tmp_path: Path, digits: Path, packing: Any) -> None:
     runner = Runner.from_cfg(config(tmp_path / "run", digits, train_dataloader__packing=packing), max_updates=4)
-    assert shown(runner) == {f"loss/{term}/{name}" for term in ("text", "image") for name in NAMES}
+    assert logged_names(runner) == {f"loss/{term}/{name}" for term in ("text", "image") for name in NAMES}
     assert {one.partition(":")[0] for one in kept_of(runner).unreadable} == {"many"}
 
 
@@ -89,28 +89,28 @@ def test_a_target_at_the_first_token_of_a_document_is_its_own(tmp_path: Path) ->
     for name, part in zip(NAMES, (records[:9], records[9:]), strict=True):
         write_jsonl(tmp_path / f"{name}.jsonl", part)
     sources = [{"type": "UnifiedGenerationDataset", "data_path": str(tmp_path / f"{name}.jsonl")} for name in NAMES]
-    made = word_config(tmp_path, optim_wrapper__optimizer__lr=0.0, custom_hooks=[{"type": "KeepSamples"}])
-    made["train_dataloader"]["dataset"] = sources
-    assert shown(Runner.from_cfg(made, max_updates=4)) == {f"loss/text/{name}" for name in NAMES}
+    settings = word_config(tmp_path, optim_wrapper__optimizer__lr=0.0, custom_hooks=[{"type": "KeepSamples"}])
+    settings["train_dataloader"]["dataset"] = sources
+    assert logged_names(Runner.from_cfg(settings, max_updates=4)) == {f"loss/text/{name}" for name in NAMES}
 
 
 def kept_of(runner: Runner) -> KeepSamples:
     return next(hook for hook in runner.hooks if isinstance(hook, KeepSamples))
 
 
-def shown(runner: Runner) -> set[str]:
+def logged_names(runner: Runner) -> set[str]:
     """Train four updates. Every loss of a source is that of its records; returns the names."""
     runner.train()
-    kept = kept_of(runner)
+    hook = kept_of(runner)
     lines = read_lines(runner.work_dir / "metrics.jsonl")
-    assert len(lines) == len(kept.ids) == 4
-    seen: set[str] = set()
-    for line, ids in zip(lines, kept.ids, strict=True):
-        seen |= compared(runner, line, set(ids) - kept.unreadable)
-    return seen
+    assert len(lines) == len(hook.ids) == 4
+    names: set[str] = set()
+    for line, ids in zip(lines, hook.ids, strict=True):
+        names |= compare(runner, line, set(ids) - hook.unreadable)
+    return names
 
 
-def compared(runner: Runner, line: dict[str, Any], ids: set[str]) -> set[str]:
+def compare(runner: Runner, line: dict[str, Any], ids: set[str]) -> set[str]:
     """The losses of sources in a line of the update that had the records ``ids``."""
     expected: dict[str, tuple[float, float]] = {}
     for sample_id in ids:

@@ -70,14 +70,14 @@ class KeepAnswers(Hook):
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.values: dict[int, Mapping[str, float]] = {}
-        self.found: dict[int, list[Answer]] = {}
+        self.answers: dict[int, list[Answer]] = {}
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         self.values[run.progress.updates] = dict(metrics)
         options = {"wanted": "text", "max_samples": None, **self.options}
         kind, most = options.pop("wanted"), options.pop("max_samples")
-        found = answers(run.backend, run.validation[0].data, kind, Answering(**options), max_samples=most)
-        self.found[run.progress.updates] = list(found.mine)
+        result = answers(run.backend, run.validation[0].data, kind, Answering(**options), max_samples=most)
+        self.answers[run.progress.updates] = list(result.mine)
 
 
 def kept_of(run: Runner) -> KeepAnswers:
@@ -91,21 +91,21 @@ def evaluating(*metrics: Any, **arguments: Any) -> dict[str, Any]:
 
 
 def records(number: int = 40) -> list[Any]:
-    asked = [f"this is {WORDS[i % 4]} {spoken(i % 3, i)}" for i in range(number)]
-    return [talk(text("user", one), text("assistant", spoken(3 + i % 3, i % 2))) for i, one in enumerate(asked)]
+    questions = [f"this is {WORDS[i % 4]} {spoken(i % 3, i)}" for i in range(number)]
+    return [talk(text("user", one), text("assistant", spoken(3 + i % 3, i % 2))) for i, one in enumerate(questions)]
 
 
 def text_run(
-    folder: Path, *hooks: Any, data: list[Any] | None = None, updates: int = 4, stops: int | None = None, **dotted: Any
+    folder: Path, *hooks: Any, data: list[Any] | None = None, updates: int = 4, stops: int | None = None, **options: Any
 ) -> Runner:
     """``stops``: the update after which it pauses."""
-    given = {
+    settings = {
         "val_dataloader": {"split": 0.3, "batch_size": 3}, "train_cfg": {"max_updates": updates},
         "default_hooks__logger__interval": 1, "train_dataloader__seq_length": 32,
-        "optim_wrapper__optimizer__lr": 2e-2, **dotted,
+        "optim_wrapper__optimizer__lr": 2e-2, **options,
     }  # fmt: skip
     folder.mkdir(exist_ok=True)
-    config = text_config(folder, data or records(), custom_hooks=list(hooks), **given)
+    config = text_config(folder, data or records(), custom_hooks=list(hooks), **settings)
     return Runner.from_cfg(config, max_updates=stops)
 
 
@@ -117,10 +117,10 @@ def training(folder: Path) -> list[tuple[Any, ...]]:
 # --- what they are ----------------------------------------------------------------------------------------------------
 
 
-def by_hand(found: list[Answer]) -> dict[str, float]:
+def by_hand(answers: list[Answer]) -> dict[str, float]:
     import sacrebleu
 
-    predictions, references = [one.prediction for one in found], [one.reference for one in found]
+    predictions, references = [one.prediction for one in answers], [one.reference for one in answers]
     same = [float(a == b) for a, b in zip(predictions, references, strict=True)]
     return {
         "val/bleu": sacrebleu.corpus_bleu(predictions, [references]).score,
@@ -134,24 +134,24 @@ def test_values_of_texts_are_those_of_the_models_answers(tmp_path: Path) -> None
     keep = {"type": "KeepAnswers", "max_new_tokens": 5}
     run = text_run(tmp_path, hook, keep, updates=8)
     run.train()
-    kept = kept_of(run)
-    assert sorted(kept.values) == [2, 4, 6, 8]
-    seen = set()
-    for update, values in kept.values.items():
-        expected = {**by_hand(kept.found[update]), "val/perplexity": math.exp(values["val/loss/text"])}
+    recorder = kept_of(run)
+    assert sorted(recorder.values) == [2, 4, 6, 8]
+    bleus = set()
+    for update, values in recorder.values.items():
+        expected = {**by_hand(recorder.answers[update]), "val/perplexity": math.exp(values["val/loss/text"])}
         assert {name: values[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-        seen |= {values["val/bleu"], values["val/exact_match"]}
+        bleus |= {values["val/bleu"], values["val/exact_match"]}
         line = next(line for line in evaluations(tmp_path) if line["update"] == update)
         assert {key: line[key] for key in values} == values
-        losses, *stored = read_results(tmp_path / "run" / "evaluations" / f"{update}.json")
+        losses, *results = read_results(tmp_path / "run" / "evaluations" / f"{update}.json")
         assert losses.values == {key: value for key, value in line.items() if key.startswith("val/loss")}
-        assert {f"val/{k}": v for one in stored for k, v in one.values.items()} == {k: values[k] for k in expected}
-        number = str(len(kept.found[update]))
-        assert all(one.provenance["num_samples"] == number for one in stored if one.provenance["metric"] == "bleu")
-        assert all(one.provenance["checkpoint"].endswith(f"run (update {update})") for one in stored)
-        assert stored[0].provenance["generation/max_new_tokens"] == "5"
-    assert len(seen) > 2, "the answers change while the model learns"
-    best = max(kept.values.values(), key=lambda values: values["val/bleu"])
+        assert {f"val/{k}": v for one in results for k, v in one.values.items()} == {k: values[k] for k in expected}
+        number = str(len(recorder.answers[update]))
+        assert all(one.provenance["num_samples"] == number for one in results if one.provenance["metric"] == "bleu")
+        assert all(one.provenance["checkpoint"].endswith(f"run (update {update})") for one in results)
+        assert results[0].provenance["generation/max_new_tokens"] == "5"
+    assert len(bleus) > 2, "the answers change while the model learns"
+    best = max(recorder.values.values(), key=lambda values: values["val/bleu"])
     assert best_of(tmp_path / "run")[1].value == best["val/bleu"]
     text_run(tmp_path / "losses", evaluating(), updates=8).train()
     plain = [{k: v for k, v in line.items() if "loss" in k} for line in evaluations(tmp_path / "losses")]
@@ -165,9 +165,9 @@ def test_a_vision_language_model(vlm_data: Path, tmp_path: Path) -> None:  # noq
     run = Runner.from_cfg(vlm_config(vlm_data, tmp_path / "run", val_dataloader=loader, custom_hooks=[hook, keep],
                                      train_cfg={"max_updates": 2}))  # fmt: skip
     run.train()
-    values, found = kept_of(run).values[2], kept_of(run).found[2]
-    assert len(found) == 4
-    for name, value in by_hand(found).items():
+    values, answers = kept_of(run).values[2], kept_of(run).answers[2]
+    assert len(answers) == 4
+    for name, value in by_hand(answers).items():
         assert values[name] == pytest.approx(value, rel=1e-12)
     (_, result, *_) = read_results(tmp_path / "run" / "evaluations" / "2.json")
     assert result.provenance["num_samples"] == "4"
@@ -178,16 +178,16 @@ def draws(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("draws")
     for seed in range(6):
         picture(folder / f"{seed}.png", 8, 8, seed=seed)
-    drawn = [{"text_prompt": f"draw a {WORDS[i % 4]}", "image_path": f"{i % 6}.png"} for i in range(12)]
-    write_jsonl(folder / "train.jsonl", [*records(8), *drawn])
+    drawings = [{"text_prompt": f"draw a {WORDS[i % 4]}", "image_path": f"{i % 6}.png"} for i in range(12)]
+    write_jsonl(folder / "train.jsonl", [*records(8), *drawings])
     return folder
 
 
-def image_run(draws: Path, work_dir: Path, *hooks: Any, **dotted: Any) -> Runner:
+def image_run(draws: Path, work_dir: Path, *hooks: Any, **options: Any) -> Runner:
     source = {"type": "UnifiedGenerationDataset", "data_path": str(draws / "train.jsonl")}
     config = tiny_config(
         work_dir, draws, train_dataloader__dataset=source, train_dataloader__batch_size=2, model__llm__dropout=0.2,
-        train_cfg={"max_updates": 2}, **{"val_dataloader": {"dataset": source, "batch_size": 2}, **dotted},
+        train_cfg={"max_updates": 2}, **{"val_dataloader": {"dataset": source, "batch_size": 2}, **options},
         custom_hooks=[{"type": "EMAHook", "momentum": 0.1}, *hooks],
     )  # fmt: skip
     return Runner.from_cfg(config)
@@ -205,14 +205,14 @@ def test_values_of_pictures_are_those_of_the_models_and_training_notices_nothing
     keep = {"type": "KeepAnswers", "wanted": "image", "max_samples": 7, "flow": FLOW}
     run = image_run(draws, tmp_path / "with" / "run", evaluating(*metrics, interval=1, **options), keep)
     run.train()
-    values, found = kept_of(run).values[2], kept_of(run).found[2]
+    values, answers = kept_of(run).values[2], kept_of(run).answers[2]
     torch.manual_seed(0)
     extractor = TinyExtractor()
-    sides = [[one.prediction for one in found], [one.reference for one in found]]
+    sides = [[one.prediction for one in answers], [one.reference for one in answers]]
     with torch.no_grad():
-        made, real = (extractor(torch.stack([pixels(one) for one in side])).double() for side in sides)
-    assert len(made) == 7
-    assert values["val/fid_tinyextractor"] == pytest.approx(frechet_distance_of_samples(made, real), rel=1e-6)
+        ours, real = (extractor(torch.stack([pixels(one) for one in side])).double() for side in sides)
+    assert len(ours) == 7
+    assert values["val/fid_tinyextractor"] == pytest.approx(frechet_distance_of_samples(ours, real), rel=1e-6)
     assert "val/breaks" in values and "val/perplexity" in values
     image_run(draws, tmp_path / "without" / "run", val_dataloader=None).train()
     assert_same_training(tmp_path / "without", tmp_path / "with")
@@ -231,8 +231,8 @@ def test_metrics_have_an_interval_of_their_own_also_after_a_resume(tmp_path: Pat
     for name, stops in (("straight", (7,)), ("resumed", (2, 5, 7))):
         for i, updates in enumerate(stops):
             folder = tmp_path / name
-            given = {"train_cfg": {"max_updates": 7}, "resume": i > 0, **saves}
-            text_run(folder, hook, stops=updates, **given).train()
+            options = {"train_cfg": {"max_updates": 7}, "resume": i > 0, **saves}
+            text_run(folder, hook, stops=updates, **options).train()
         lines = {line["update"]: line for line in evaluations(tmp_path / name)}
         at = {key: [n for n, line in lines.items() if key in line] for key in ("val/exact_match", "val/loss")}
         assert at == {"val/exact_match": [0, 2, 4, 6, 7], "val/loss": list(range(8))}
@@ -252,8 +252,8 @@ def test_results_of_updates_that_the_run_went_back_from_are_set_aside(tmp_path: 
              for path in (tmp_path / "run" / "evaluations").rglob("*.json")}  # fmt: skip
     assert files == {"2.json", "4.json", "abandoned/4.json", "abandoned/9.json"}
     read = read_work_dir(tmp_path / "run")
-    found = [(one.update, one.provenance.get("metric")) for one in read.evaluations if "val/exact_match" in one.values]
-    assert found == [(2, "exact_match"), (4, "exact_match")] and not read.problems
+    pairs = [(one.update, one.provenance.get("metric")) for one in read.evaluations if "val/exact_match" in one.values]
+    assert pairs == [(2, "exact_match"), (4, "exact_match")] and not read.problems
 
 
 # --- what cannot be computed ------------------------------------------------------------------------------------------
@@ -262,11 +262,11 @@ def test_results_of_updates_that_the_run_went_back_from_are_set_aside(tmp_path: 
 def test_a_metric_that_fails_is_a_warning_and_the_run_goes_on(tmp_path: Path) -> None:
     Breaks.calls = 0
     text_run(tmp_path, evaluating("Breaks", "ExactMatch"), updates=6).train()
-    found = [("val/breaks" in line, "val/exact_match" in line) for line in evaluations(tmp_path)]
-    assert found == [(True, True), (False, True), (True, True)] and len(training(tmp_path)) == 6
+    pairs = [("val/breaks" in line, "val/exact_match" in line) for line in evaluations(tmp_path)]
+    assert pairs == [(True, True), (False, True), (True, True)] and len(training(tmp_path)) == 6
     assert "The metric breaks has no value this time: BrokenPipeError: the program ended" in log(tmp_path)
-    stored = read_results(tmp_path / "run" / "evaluations" / "4.json")
-    assert [one.provenance["metric"] for one in stored] == ["val/loss", "exact_match"]
+    results = read_results(tmp_path / "run" / "evaluations" / "4.json")
+    assert [one.provenance["metric"] for one in results] == ["val/loss", "exact_match"]
 
 
 def test_answers_that_cannot_be_generated_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +284,8 @@ def test_answers_that_cannot_be_generated_are_a_warning(tmp_path: Path, monkeypa
 
 
 def test_records_that_are_left_out_are_counted(tmp_path: Path) -> None:
-    mixed = [record for pair in zip(records(20), [{"text": "two three"}] * 20, strict=True) for record in pair]
-    run = text_run(tmp_path, evaluating("ExactMatch", "ROUGE"), data=mixed, updates=4)
+    rows = [record for pair in zip(records(20), [{"text": "two three"}] * 20, strict=True) for record in pair]
+    run = text_run(tmp_path, evaluating("ExactMatch", "ROUGE"), data=rows, updates=4)
     run.train()
     (draws_,) = run.validation[0].data.draws()
     plain = sum(draw.index % 2 for draw in draws_)

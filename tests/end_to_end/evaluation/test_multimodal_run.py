@@ -48,8 +48,8 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
 def train(folder: Path, metrics: list[Any], *, pairs: int = 4) -> Runner:
     """Records of both orders, and ``pairs`` at most of them; all others have a text alone."""
     picture(folder / "seen.png", 8, 8, seed=1)
-    written = text("assistant", "this is zero")
-    answers = [[written, DRAWN], [DRAWN, written]] * (pairs // 2)
+    sentence = text("assistant", "this is zero")
+    answers = [[sentence, DRAWN], [DRAWN, sentence]] * (pairs // 2)
     records = [
         talk(text("user", f"draw {word}"), *answer)
         for word, answer in zip(("zero", "one") * (pairs // 2), answers, strict=True)
@@ -71,22 +71,22 @@ def test_during_training_and_by_the_tool(tmp_path: Path, clip: str, capsys: pyte
     [line] = [one for one in read_lines(tmp_path / "run" / "metrics.jsonl") if one.get("event") == "evaluation"]
     assert 0 <= line["val/multimodal_consistency"] <= 2.5 and 0 <= line["val/multimodal_consistency_r_precision"] <= 1
     assert sorted(KeptPairs.pairs) == [f"val:{number}" for number in range(4)]
-    losses, stored, *_ = json.loads((tmp_path / "run" / "evaluations" / "1.json").read_text())["results"]
-    assert losses["provenance"]["num_samples"] == "5" and stored["provenance"]["num_samples"] == "4"
+    losses, own_result, *_ = json.loads((tmp_path / "run" / "evaluations" / "1.json").read_text())["results"]
+    assert losses["provenance"]["num_samples"] == "5" and own_result["provenance"]["num_samples"] == "4"
 
     inferencer = open_inferencer(tmp_path / "run")
-    asked = {"understand": True, "max_length": 4}
-    assert KeptPairs.pairs["val:0"][0] == inferencer.unified_generate("draw zero", **asked).text, "written first"
-    written, drawn = KeptPairs.pairs["val:1"]
-    assert written == inferencer.unified_generate("", parts=["draw one", drawn.convert("L")], **asked).text, (
+    options = {"understand": True, "max_length": 4}
+    assert KeptPairs.pairs["val:0"][0] == inferencer.unified_generate("draw zero", **options).text, "written first"
+    words, picture = KeptPairs.pairs["val:1"]
+    assert words == inferencer.unified_generate("", parts=["draw one", picture.convert("L")], **options).text, (
         "drawn first"
     )
     assert len({image.tobytes() for _, image in KeptPairs.pairs.values()}) == 4
 
     generation = ["--generation", "max_new_tokens=3", "flow.num_timesteps=2"]
     assert main([str(tmp_path / "run"), "--metrics", json.dumps(consistency), *generation]) == 0
-    found = dict(one.split("  ") for one in capsys.readouterr().out.splitlines() if "  " in one)
-    assert float(found["multimodal_consistency"]) == pytest.approx(line["val/multimodal_consistency"], rel=1e-5)
+    values = dict(one.split("  ") for one in capsys.readouterr().out.splitlines() if "  " in one)
+    assert float(values["multimodal_consistency"]) == pytest.approx(line["val/multimodal_consistency"], rel=1e-5)
 
 
 def test_without_such_records_or_such_a_model_the_message_names_what_to_do(tmp_path: Path, clip: str) -> None:

@@ -47,8 +47,8 @@ class Drawing(UnifiedModel):
     def forward(self, batch: PackedBatch) -> LossTerms:
         sums = dict(super().forward(batch).sums)
         noise = torch.rand(()) + float(np.random.rand()) + random.random()
-        seen = self.fixed(self.norm(batch.flow_noise.reshape(-1, 1)[:64])) if len(batch.flow_noise) else noise
-        sums["image"] = sums["image"] + seen.square().sum() + 0.0 * self.norm.weight.sum()
+        image = self.fixed(self.norm(batch.flow_noise.reshape(-1, 1)[:64])) if len(batch.flow_noise) else noise
+        sums["image"] = sums["image"] + image.square().sum() + 0.0 * self.norm.weight.sum()
         return LossTerms(sums)
 
 
@@ -57,15 +57,15 @@ class KeepValues(Hook):
     """What ``after_val`` was called with, by update, and the numbers of the records that were trained on."""
 
     def __init__(self) -> None:
-        self.trained: set[int] = set()
+        self.indices: set[int] = set()
         self.values: dict[int, Mapping[str, float]] = {}
-        self.begun = 0
+        self.num_starts = 0
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self.trained |= {int(sample.split(":")[1]) for sample in result.sample_ids}
+        self.indices |= {int(sample.split(":")[1]) for sample in result.sample_ids}
 
     def before_val(self, run: Run) -> None:
-        self.begun += 1
+        self.num_starts += 1
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         self.values[run.progress.updates] = dict(metrics)
@@ -80,18 +80,18 @@ def training(folder: Path) -> list[tuple[Any, ...]]:
     return [(line["update"], line["loss"], line["grad_norm"], line["lr"], line["samples"]) for line in lines]
 
 
-def text_run(folder: Path, *, updates: int | None = None, **dotted: Any) -> Runner:
+def text_run(folder: Path, *, updates: int | None = None, **options: Any) -> Runner:
     folder.mkdir(exist_ok=True)
     if not (folder / "train.jsonl").exists():
         write_jsonl(folder / "train.jsonl", count_up(60))
-    dotted.setdefault("custom_hooks", [EVERY] if dotted.get("val_dataloader") else [])
-    return Runner.from_cfg(word_config(folder, **dotted), max_updates=updates)
+    options.setdefault("custom_hooks", [EVERY] if options.get("val_dataloader") else [])
+    return Runner.from_cfg(word_config(folder, **options), max_updates=updates)
 
 
-def at_start(folder: Path, **dotted: Any) -> Mapping[str, float]:
-    hook = {**EVERY, "at_start": True, **dotted.pop("hook", {})}
+def at_start(folder: Path, **options: Any) -> Mapping[str, float]:
+    hook = {**EVERY, "at_start": True, **options.pop("hook", {})}
     run = text_run(
-        folder, updates=1, **{"val_dataloader": SPLIT, "custom_hooks": [hook, {"type": "KeepValues"}], **dotted}
+        folder, updates=1, **{"val_dataloader": SPLIT, "custom_hooks": [hook, {"type": "KeepValues"}], **options}
     )
     run.train()
     return kept_of(run).values[0]
@@ -100,11 +100,11 @@ def at_start(folder: Path, **dotted: Any) -> Mapping[str, float]:
 # --- the training notices nothing -------------------------------------------------------------------------------------
 
 
-def digits_run(folder: Path, root: Path, **dotted: Any) -> Runner:
+def digits_run(folder: Path, root: Path, **options: Any) -> Runner:
     config = {
         "model__type": "Drawing", "model__llm__dropout": 0.1, "train_dataloader__batch_size": 2,
         "optim_wrapper__accumulative_counts": 2, "train_cfg": {"max_updates": 4},
-        "default_hooks__checkpoint__interval": 4, **dotted,
+        "default_hooks__checkpoint__interval": 4, **options,
     }  # fmt: skip
     return Runner.from_cfg(tiny_config(folder / "run", root, **config))
 
@@ -118,8 +118,8 @@ def test_training_with_and_without_evaluation_is_bit_equal(tmp_path: Path, digit
     ema = {"type": "EMAHook", "momentum": 0.1}
     hook = {**EVERY, "interval": 1, "at_start": True, "max_batches": 3, "use_ema": True}
     digits_run(tmp_path / "without", digits, custom_hooks=[ema]).train()
-    validated = {"val_dataloader": held_digits(digits, num_workers=1), "custom_hooks": [ema, hook]}
-    digits_run(tmp_path / "with", digits, **validated).train()
+    validation = {"val_dataloader": held_digits(digits, num_workers=1), "custom_hooks": [ema, hook]}
+    digits_run(tmp_path / "with", digits, **validation).train()
     assert [line["update"] for line in evaluations(tmp_path / "with")] == [0, 1, 2, 3, 4]
     assert_same_training(tmp_path / "without", tmp_path / "with")
 
@@ -129,9 +129,9 @@ def assert_same_training(a: Path, b: Path) -> None:
     assert training(a) == training(b) and len(training(a)) >= 2
     for one, other in zip(list_checkpoints(a / "run"), list_checkpoints(b / "run"), strict=True):
         assert unequal(tensors(one.path), tensors(other.path)) == []
-        states = [sorted((found.path / "rng").iterdir()) for found in (one, other)]
+        states = [sorted((checkpoint.path / "rng").iterdir()) for checkpoint in (one, other)]
         assert [p.read_bytes() for p in states[0]] == [p.read_bytes() for p in states[1]]
-        loaders = [Manifest.read(found.path).loader for found in (one, other)]
+        loaders = [Manifest.read(checkpoint.path).loader for checkpoint in (one, other)]
         assert loaders[0] == loaders[1]
     assert (a / "run" / "ledger.jsonl").read_bytes() == (b / "run" / "ledger.jsonl").read_bytes()
 
@@ -169,16 +169,16 @@ def test_the_values_are_means_over_targets_by_term_and_source(tmp_path: Path, di
         digits_run(tmp_path / "hand", digits, model__type="UnifiedModel"), again.val_dataloader.dataset[0], 594
     )
     run.train()
-    kept = kept_of(run)
-    found = kept.values[0]
-    assert kept.begun == 2 and set(kept.values) == {0, 1}
+    hook = kept_of(run)
+    values = hook.values[0]
+    assert hook.num_starts == 2 and set(hook.values) == {0, 1}
     assert len(expected) == 2
     for key, value in expected.items():
-        assert found[f"val/loss/{key}"] == pytest.approx(value, rel=1e-6), key
+        assert values[f"val/loss/{key}"] == pytest.approx(value, rel=1e-6), key
     for term in ("text", "image"):
-        assert found[f"val/loss/{term}/digits_val"] == found[f"val/loss/{term}"]
-    assert found["val/loss"] == pytest.approx(2.0 * expected["text"] + 0.5 * expected["image"], rel=1e-6)
-    assert set(found) == {
+        assert values[f"val/loss/{term}/digits_val"] == values[f"val/loss/{term}"]
+    assert values["val/loss"] == pytest.approx(2.0 * expected["text"] + 0.5 * expected["image"], rel=1e-6)
+    assert set(values) == {
         "val/loss",
         *(f"val/loss/{key}" for key in (*expected, "text/digits_val", "image/digits_val")),
     }
@@ -199,15 +199,15 @@ def test_each_source_has_its_own_losses(tmp_path: Path) -> None:
 
 def test_splits_of_the_training_batch_change_no_bit_and_batch_sizes_no_digit(tmp_path: Path) -> None:
     cuts = [(8, 1), (4, 2), (2, 4)]
-    found = [
+    values = [
         at_start(tmp_path / f"{b}x{n}", train_dataloader__batch_size=b, optim_wrapper__accumulative_counts=n)
         for b, n in cuts
     ]
-    assert found[0] == found[1] == found[2]
+    assert values[0] == values[1] == values[2]
     for size in (1, 3, 64):
         other = at_start(tmp_path / f"by{size}", val_dataloader={**SPLIT, "batch_size": size})
-        assert other == pytest.approx(found[0], rel=1e-6), size
-    assert at_start(tmp_path / "workers", val_dataloader={**SPLIT, "num_workers": 2}) == found[0]
+        assert other == pytest.approx(values[0], rel=1e-6), size
+    assert at_start(tmp_path / "workers", val_dataloader={**SPLIT, "num_workers": 2}) == values[0]
 
 
 def test_a_part_of_the_samples_is_spread_over_the_source(tmp_path: Path) -> None:
@@ -260,12 +260,12 @@ def test_the_interval_the_end_the_checkpoint_and_the_lines(tmp_path: Path) -> No
     assert set(lines[0]) == {"event", "update", "val/loss", "val/loss/text", "val/loss/text/train"}
     log = (tmp_path / "run" / "train.log").read_text()
     assert f"evaluation at update 4: val/loss {lines[1]['val/loss']:.4g}" in log
-    stored = {
-        found.manifest.progress.updates: found.manifest.metrics
-        for found in list_checkpoints(tmp_path / "run")
-        if found.manifest
+    metrics = {
+        checkpoint.manifest.progress.updates: checkpoint.manifest.metrics
+        for checkpoint in list_checkpoints(tmp_path / "run")
+        if checkpoint.manifest
     }
-    assert stored[5]["val/loss"] == lines[-1]["val/loss"]
+    assert metrics[5]["val/loss"] == lines[-1]["val/loss"]
 
 
 def test_a_hook_is_added_where_there_is_none(tmp_path: Path) -> None:
@@ -277,15 +277,15 @@ def test_a_hook_is_added_where_there_is_none(tmp_path: Path) -> None:
 
 def test_the_cache_of_the_device_is_released_if_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after each evaluation; the device is a stand-in."""
-    released: list[str] = []
-    device = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: released.append("all"))
+    releases: list[str] = []
+    device = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: releases.append("all"))
     monkeypatch.setattr(
         "unigen_ds.hooks.evaluate.evaluate.torch", SimpleNamespace(cuda=device, manual_seed=torch.manual_seed)
     )
     text_run(tmp_path, val_dataloader=SPLIT).train()
-    assert released == []
+    assert releases == []
     text_run(tmp_path / "wanted", val_dataloader=SPLIT, custom_hooks=[{**EVERY, "empty_cache": True}]).train()
-    assert len(released) == 2 * len(evaluations(tmp_path / "wanted")) == 6
+    assert len(releases) == 2 * len(evaluations(tmp_path / "wanted")) == 6
 
 
 @HOOKS.register_module(force=True)
@@ -312,25 +312,25 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
     loader = {"train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
     run = text_run(tmp_path, val_dataloader=SPLIT, train_cfg={"max_epochs": 1}, **loader)
     run.train()
-    held = {draw.index for draw in run.validation[0].data.draws()[0]}
-    used = kept_of(run).trained
-    assert len(held) + len(used) == 120 and not held & used
-    assert {i + 40 for i in held if i < 40} == {i for i in held if 40 <= i < 80}
-    assert 10 <= len(held) <= 40
+    held_out = {draw.index for draw in run.validation[0].data.draws()[0]}
+    indices = kept_of(run).indices
+    assert len(held_out) + len(indices) == 120 and not held_out & indices
+    assert {i + 40 for i in held_out if i < 40} == {i for i in held_out if 40 <= i < 80}
+    assert 10 <= len(held_out) <= 40
     other = tmp_path / "other"
     other.mkdir()
     (other / "train.jsonl").write_text(f"[{','.join(shuffled)}]")  # other keys first, other white space, another format
     (other / "words.txt").write_text("")
     same = text_run(other, val_dataloader=SPLIT, tokenizer={"type": "WordTokenizer", "words": ["zero", "two"]})
-    assert {draw.index for draw in same.validation[0].data.draws()[0]} == held
-    seeded = text_run(tmp_path, val_dataloader={**SPLIT, "seed": 5}, resume=False, work_dir=str(tmp_path / "seeded"))
-    assert {draw.index for draw in seeded.validation[0].data.draws()[0]} != held
+    assert {draw.index for draw in same.validation[0].data.draws()[0]} == held_out
+    second = text_run(tmp_path, val_dataloader={**SPLIT, "seed": 5}, resume=False, work_dir=str(tmp_path / "seeded"))
+    assert {draw.index for draw in second.validation[0].data.draws()[0]} != held_out
 
 
 def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_path: Path) -> None:
     first = text_run(tmp_path, val_dataloader=SPLIT, updates=2)
     first.train()
-    held = set(first.validation[0].data.draws()[0])
+    held_out = set(first.validation[0].data.draws()[0])
     changes: list[tuple[Any, str]] = [
         (None, "val_dataloader.split was .*'share': 0.2.* and is None"),
         ({**SPLIT, "split": 0.3}, "was .*'share': 0.2.* and is .*'share': 0.3"),
@@ -344,24 +344,24 @@ def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_pa
     write_jsonl(tmp_path / "train.jsonl", [*count_up(60), *[{"text": "two " * k} for k in range(1, 31)]])
     with pytest.raises(ResumeBlocked, match="train had"):
         text_run(tmp_path, val_dataloader=SPLIT, resume=True)
-    joined = {"resume": True, "train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
+    options = {"resume": True, "train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
     more = text_run(
-        tmp_path, val_dataloader=SPLIT, on_data_change="append", train_cfg={"max_updates": 40}, **joined
+        tmp_path, val_dataloader=SPLIT, on_data_change="append", train_cfg={"max_updates": 40}, **options
     )  # fmt: skip
     now = set(more.validation[0].data.draws()[0])
-    assert held < now and all(draw.index >= 60 for draw in now - held)
+    assert held_out < now and all(draw.index >= 60 for draw in now - held_out)
     more.train()
-    used = kept_of(more).trained
-    assert not used & {draw.index for draw in now} and len(used) + len(now) == 90
-    restarted = text_run(
+    indices = kept_of(more).indices
+    assert not indices & {draw.index for draw in now} and len(indices) + len(now) == 90
+    restart = text_run(
         tmp_path,
         val_dataloader={**SPLIT, "split": 0.3},
         resume=True,
         on_data_change="restart",
         train_cfg={"max_updates": 42},
     )
-    restarted.train()
-    assert restarted.progress.updates == 42
+    restart.train()
+    assert restart.progress.updates == 42
 
 
 def test_a_share_of_nothing_and_of_all(tmp_path: Path) -> None:

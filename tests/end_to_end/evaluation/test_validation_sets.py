@@ -12,7 +12,7 @@ import pytest
 from tests.data.support import write_jsonl
 from tests.end_to_end.evaluation.test_metrics import evaluating, records, text_run, training
 from tests.end_to_end.evaluation.test_validation import KillOnce  # noqa: F401 - registers it
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from tests.text_run import evaluations
 from tools.evaluate import main as evaluate
 from tools.train import main as train
@@ -35,13 +35,13 @@ def sets(folder: Path) -> dict[str, Any]:
     return {"near": {"split": 0.3, "batch_size": 3}, "far": {"dataset": dataset, "batch_size": 2}}
 
 
-def run_of(folder: Path, *hooks: Any, best: str = "val/far/loss", **dotted: Any) -> Runner:
+def run_of(folder: Path, *hooks: Any, best: str = "val/far/loss", **options: Any) -> Runner:
     often = {"default_hooks__checkpoint": {"interval": 2, "by_epoch": False}, "val_dataloader": sets(folder)}
-    return text_run(folder, evaluating(*METRICS, save_best=best), *hooks, **{"updates": 6, **often, **dotted})
+    return text_run(folder, evaluating(*METRICS, save_best=best), *hooks, **{"updates": 6, **often, **options})
 
 
 def test_each_set_has_its_values_and_a_killed_run_those_of_one_that_was_not(tmp_path: Path) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight, in_two = tmp_path / "straight", tmp_path / "killed"
     run_of(straight).train()
     lines = evaluations(straight)
     names = {key for line in lines for key in line if key.startswith("val/")}
@@ -56,21 +56,21 @@ def test_each_set_has_its_values_and_a_killed_run_those_of_one_that_was_not(tmp_
     assert best is not None and best.metric == "val/loss"
     assert training(alone) == training(straight), "no set changes the training"
 
-    body = f"from {__name__} import *; run_of(Path({str(killed)!r}), {{'type': 'KillOnce', 'at_update': 5}}).train()"
+    body = f"from {__name__} import *; run_of(Path({str(in_two)!r}), {{'type': 'KillOnce', 'at_update': 5}}).train()"
     process = run([sys.executable, "-c", body], cwd=ROOT, text=True)
     assert process.returncode == -signal.SIGKILL, process.stderr
-    run_of(killed, resume=True).train()
-    assert evaluations(killed) == lines and training(killed) == training(straight)
-    _, best = best_of(killed / "run") or (None, None)
+    run_of(in_two, resume=True).train()
+    assert evaluations(in_two) == lines and training(in_two) == training(straight)
+    _, best = best_of(in_two / "run") or (None, None)
     assert best is not None and best.metric == "val/far/loss"
     assert best.value == min(line["val/far/loss"] for line in lines)
 
-    results = {one.provenance["metric"]: one for one in read_results(killed / "run" / "evaluations" / "6.json")}
+    results = {one.provenance["metric"]: one for one in read_results(in_two / "run" / "evaluations" / "6.json")}
     assert [*results] == ["val/near/loss", "near/bleu", "val/far/loss", "far/exact_match"]
     assert results["near/bleu"].values == {"near/bleu": lines[-1]["val/near/bleu"]}
-    read = read_work_dir(killed / "run")
+    read = read_work_dir(in_two / "run")
     assert {key for one in read.evaluations for key in one.values} == names and read.validation_loss == "val/near/loss"
-    write_report([killed / "run"], tmp_path / "report.html")
+    write_report([in_two / "run"], tmp_path / "report.html")
     assert "val/far/loss" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -85,8 +85,8 @@ def test_the_tool_has_the_values_of_the_hook(tmp_path: Path, capsys: pytest.Capt
     assert evaluate(["--compare", str(out), str(out)]) == 0
     capsys.readouterr()
     assert evaluate([str(tmp_path / "run"), "--data", str(tmp_path / "far.jsonl"), "--batch-size", "2"]) == 0
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
-    assert float(printed["val/loss"]) == expected["val/far/loss"]
+    by_name = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
+    assert float(by_name["val/loss"]) == expected["val/far/loss"]
 
 
 def test_patience_and_auto(tmp_path: Path) -> None:
@@ -116,8 +116,8 @@ def test_overrides_and_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = tmp_path / "own.py"
     run_of(tmp_path, updates=2).train()
     path.write_text((tmp_path / "run" / "iter_2.pth" / "config.py").read_text(encoding="utf-8"), encoding="utf-8")
-    loaded = load_config(path, {"val_dataloader.far.seq_length": 16, "val_dataloader.near": None})
-    (name, section), = Settings.from_config(loaded).val_dataloader.sets.items()  # type: ignore[union-attr]  # fmt: skip
+    config = load_config(path, {"val_dataloader.far.seq_length": 16, "val_dataloader.near": None})
+    (name, section), = Settings.from_config(config).val_dataloader.sets.items()  # type: ignore[union-attr]  # fmt: skip
     assert (name, section.seq_length, section.batch_size) == ("far", 16, 2)
     with pytest.raises(ConfigError, match="did you mean 'seq_length'"):
         Settings.from_config(load_config(path, ["val_dataloader.far.seq_lenght=16"]))

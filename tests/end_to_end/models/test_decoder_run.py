@@ -60,8 +60,8 @@ def test_as_transformers_does_from_the_export(run: Runner, tmp_path: Path) -> No
         expected = theirs.generate(torch.tensor([begin]), max_new_tokens=12, do_sample=False)[0, len(begin) :].tolist()
     text = tokenizer.decode(expected, skip_special_tokens=True)
     assert text and inferencer.unified_generate("nine zero", max_length=12).text == text
-    drawn = [inferencer.unified_generate("nine zero", temperature=5.0, seed=seed).text for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2] and max(len(text.split()) for text in drawn) <= 46
+    texts = [inferencer.unified_generate("nine zero", temperature=5.0, seed=seed).text for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2] and max(len(text.split()) for text in texts) <= 46
     with pytest.raises(ConfigError, match="images, size: this model continues a text"):
         inferencer.unified_generate("one", images=["x.png"], size=(8, 8))
     with pytest.raises(ConfigError, match="did you mean 'temperature'"):
@@ -79,14 +79,14 @@ def test_the_export_may_be_trained_on(run: Runner, tmp_path: Path, capsys: pytes
     names = {path.name for path in (tmp_path / "again").iterdir()}
     assert names == {path.name for path in (tmp_path / "first").iterdir()} and "README.md" in names
     model = DecoderLM(pretrained=str(tmp_path / "again"))
-    trained = {shard.name: shard.data for shard in run.backend.master_shards()}
-    assert all(torch.equal(tensor.flatten(), trained[name]) for name, tensor in model.named_parameters())
+    masters = {shard.name: shard.data for shard in run.backend.master_shards()}
+    assert all(torch.equal(tensor.flatten(), masters[name]) for name, tensor in model.named_parameters())
     assert export(arguments) == 2 and "exists" in capsys.readouterr().err
-    grown = {**run._parts.plain_config, "model": {"type": "DecoderLM", "pretrained": str(tmp_path / "again")}}
+    settings = {**run._parts.plain_config, "model": {"type": "DecoderLM", "pretrained": str(tmp_path / "again")}}
     WordTokenizer(words=[*WORDS, *"abcdef"]).save_pretrained(str(tmp_path / "tokenizer"))
-    grown["tokenizer"] = {**grown["tokenizer"], "path": str(tmp_path / "tokenizer")}
-    processor = build_processor(ModelSettings.of(grown), seed=0)
+    settings["tokenizer"] = {**settings["tokenizer"], "path": str(tmp_path / "tokenizer")}
+    processor = build_processor(ModelSettings.of(settings), seed=0)
     with pytest.raises(ConfigError, match=r"vocabulary has 20 rows.*at least 22.*or vocab_size=22 in model\.llm"):
-        build_model(ModelSettings.of(grown), processor, seed=0)
-    grown["model"]["llm"] = {"vocab_size": 22}
-    assert build_model(ModelSettings.of(grown), processor, seed=0).vocab_size == 22
+        build_model(ModelSettings.of(settings), processor, seed=0)
+    settings["model"]["llm"] = {"vocab_size": 22}
+    assert build_model(ModelSettings.of(settings), processor, seed=0).vocab_size == 22

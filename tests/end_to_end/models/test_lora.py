@@ -48,14 +48,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("lora") / "base"
     torch.manual_seed(3)
     tokenizer = WordTokenizer(words=WORDS)
-    written = {"source": None, "dtype": torch.float32, "max_shard_size": "5GB"}
-    TransformersDirectory().write(DecoderLM(llm=LLM), SimpleNamespace(tokenizer=tokenizer), out, **written)  # type: ignore[arg-type]
+    options = {"source": None, "dtype": torch.float32, "max_shard_size": "5GB"}
+    TransformersDirectory().write(DecoderLM(llm=LLM), SimpleNamespace(tokenizer=tokenizer), out, **options)  # type: ignore[arg-type]
     return out
 
 
-def config(folder: Path, published: Path, **overrides: Any) -> Any:
+def config(folder: Path, source: Path, **overrides: Any) -> Any:
     folder.mkdir(exist_ok=True)
-    model = {"model": {"type": "DecoderLM", "pretrained": str(published)}, "lora": LORA}
+    model = {"model": {"type": "DecoderLM", "pretrained": str(source)}, "lora": LORA}
     ema = [{"type": "EMAHook", "momentum": 0.1}]
     saves = {"default_hooks__checkpoint__interval": 4, "default_hooks__checkpoint__unit": "update"}
     return text_config(folder, RECORDS, **{
@@ -85,12 +85,12 @@ def test_checkpoints_hold_adapters_alone_and_a_resume_is_exact(
         first, second = (load_file(tmp_path / name / "run" / "iter_8.pth" / file) for name in ("whole", "twice"))
         assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
         assert first and all(".lora_" in key for key in first)
-    trained = open_model(tmp_path / "twice" / "run")[0].eval()
-    packed = {name for name, layer in trained.named_modules() if isinstance(layer, QuantizedLinear)}
+    model = open_model(tmp_path / "twice" / "run")[0].eval()
+    packed = {name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
     assert len(packed) == (2 * 7 if lora is QLORA else 0)
     export_checkpoint(tmp_path / "whole" / "run", tmp_path / "merged", merge=True, dtype=torch.float32)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(merged_model), logits(model), atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     shutil.copytree(base, folder / "own")
     saving = {"default_hooks__checkpoint__save_base": True, "default_hooks__checkpoint__max_keep_ckpts": 1}
     Runner.from_cfg(config(folder, folder / "own", lora=DORA, **saving), max_updates=8).train()
-    assert [found.path.name for found in store.list_checkpoints(folder / "run")] == ["iter_8.pth"]
+    assert [checkpoint.path.name for checkpoint in store.list_checkpoints(folder / "run")] == ["iter_8.pth"]
     shutil.rmtree(folder / "own")
     return folder / "run"
 
@@ -122,27 +122,27 @@ def CAUSAL(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def test_exports_have_the_logits_of_the_trained_model(run: Path, base: Path, tmp_path: Path) -> None:
     """Merged, and as adapters that peft puts on transformers' own model; both are the average of the weights."""
-    trained, before = open_model(run)[0].eval(), open_model(base)[0].eval()
-    assert (logits(trained) - logits(before)).abs().max() > 0.05
+    model, before = open_model(run)[0].eval(), open_model(base)[0].eval()
+    assert (logits(model) - logits(before)).abs().max() > 0.05
     assert export([str(run), str(tmp_path / "adapters")]) == 0
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {"adapter_config.json", "tokenizer.json"}
-    written = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert (written["r"], written["lora_alpha"], written["use_dora"]) == (4, 8, True), (
+    adapter_config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (adapter_config["r"], adapter_config["lora_alpha"], adapter_config["use_dora"]) == (4, 8, True), (
         "as configured: peft scales by it"
     )
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters").eval()
-    torch.testing.assert_close(logits(theirs), logits(trained), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=1e-5)
     with pytest.raises(CheckpointError, match=r"holds adapters in peft's form.*export\.py CKPT OUT --merge"):
         open_model(tmp_path / "adapters")
     assert export([str(run), str(tmp_path / "merged"), "--merge", "--base", str(base)]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
-    torch.testing.assert_close(logits(merged), logits(trained), atol=1e-5, rtol=1e-5)
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(merged_model), logits(model), atol=1e-5, rtol=1e-5)
     again = open_model(tmp_path / "merged", config=config(tmp_path / "again", base, lora=DORA))[0].eval()
     assert torch.equal(logits(again), logits(open_model(tmp_path / "merged")[0].eval())), (
         "lora of the config is not used"
     )
     raw = open_model(run, raw=True)[0].eval()
-    assert (logits(raw) - logits(trained)).abs().max() > 1e-3
+    assert (logits(raw) - logits(model)).abs().max() > 1e-3
 
 
 def test_generation_and_evaluation_open_the_base(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,13 +164,13 @@ def test_another_base_is_refused_by_name(run: Path, base: Path, tmp_path: Path, 
     (other / weights).write_bytes(whole)
     (other / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        find_base(Manifest.read(run / "iter_8.pth").base, given=str(other), checkpoint=None)
-    resumed = Runner.from_cfg(config(run.parent, tmp_path / "gone", lora=DORA, resume=True), max_updates=9)
-    assert resumed.train().updates == 9  # with the copy in the work dir
-    recorded = Manifest.read(run / "iter_9.pth")
-    assert recorded.format_version == 3 and recorded.base is not None
-    assert recorded.base.path == str(run / "base")
-    assert {entry.path for entry in recorded.base.files} == {"config.json", "model.safetensors"}
+        find_base(Manifest.read(run / "iter_8.pth").base, folder=str(other), checkpoint=None)
+    runner = Runner.from_cfg(config(run.parent, tmp_path / "gone", lora=DORA, resume=True), max_updates=9)
+    assert runner.train().updates == 9  # with the copy in the work dir
+    manifest = Manifest.read(run / "iter_9.pth")
+    assert manifest.format_version == 3 and manifest.base is not None
+    assert manifest.base.path == str(run / "base")
+    assert {entry.path for entry in manifest.base.files} == {"config.json", "model.safetensors"}
     with pytest.raises(CheckpointError, match=r"holds adapters.*export\.py --merge"):
         merge(run, tmp_path / "plain")
     with pytest.raises(ConfigError, match="no effect"):
@@ -185,8 +185,8 @@ def test_the_record_of_a_base_is_found_from_any_folder(
     Runner.from_cfg(config(tmp_path / "a", base), max_updates=1).train()
     monkeypatch.chdir(tmp_path)
     Runner.from_cfg(config(tmp_path / "a", base, resume=True, base="moved"), max_updates=2).train()
-    recorded = Manifest.read(tmp_path / "a" / "run" / "iter_2.pth").base
-    assert recorded is not None and recorded.path == str(tmp_path / "moved")
+    record = Manifest.read(tmp_path / "a" / "run" / "iter_2.pth").base
+    assert record is not None and record.path == str(tmp_path / "moved")
 
 
 def test_what_cannot_be_adapted_is_refused(tmp_path: Path, base: Path) -> None:
@@ -208,9 +208,9 @@ def test_what_cannot_be_adapted_is_refused(tmp_path: Path, base: Path) -> None:
 
 def test_adapters_are_where_another_training_begins(tmp_path: Path, base: Path, run: Path) -> None:
     """``load_from``: their weights, from zero. Fresh ones change nothing. On a resume another strength is refused."""
-    found = str(run / store.list_checkpoints(run)[-1].path.name)
+    path = str(run / store.list_checkpoints(run)[-1].path.name)
     low = {"optim_wrapper__precision": "bf16"}
-    Runner.from_cfg(config(tmp_path / "a", base, lora=DORA, load_from=found, **low), max_updates=1).train()
+    Runner.from_cfg(config(tmp_path / "a", base, lora=DORA, load_from=path, **low), max_updates=1).train()
     fresh = Runner.from_cfg(config(tmp_path / "b", base, lora=DORA), max_updates=1)
     fresh.train()
     assert lines(tmp_path / "a")[0]["loss"] < 0.97 * lines(tmp_path / "b")[0]["loss"]

@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_bagel(tmp_path_factory.mktemp("source"))
 
 
-def trained(folder: Path, source: Path, **more: Any) -> Runner:
+def train(folder: Path, source: Path, **more: Any) -> Runner:
     config = config_on_bagel(folder / "run", source.parent / "digits", source, optim_wrapper__optimizer__lr=0.02)
     config.model |= more
     config.lora, config.param_scheduler = LORA, []
@@ -46,15 +46,16 @@ def hidden(runner: Runner, model: Any) -> Tensor:
     return states
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 def test_peft_puts_the_adapters_on_our_own_model(tmp_path: Path, source: Path) -> None:
-    run = trained(tmp_path, source)
+    run = train(tmp_path, source)
     checkpoint = tmp_path / "run" / "iter_2.pth"
-    stored = load_file(checkpoint / "model.safetensors")
-    assert stored and all(".lora_" in name for name in stored)  # the autoencoder's buffers are in the base's files
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert tensors and all(".lora_" in name for name in tensors)  # the autoencoder's buffers are in the base's files
     model = open_model(checkpoint)[0]
     export_checkpoint(checkpoint, tmp_path / "adapters")
     theirs = PeftModel.from_pretrained(open_model(source)[0], str(tmp_path / "adapters"))
@@ -66,7 +67,7 @@ def test_peft_puts_the_adapters_on_our_own_model(tmp_path: Path, source: Path) -
 def test_on_packed_weights(tmp_path: Path, source: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """QLoRA: merged into the unpacked weights, in bf16, within the tolerance that is logged."""
     packed: Any = {"freeze": ["vae", "vit", "llm"], "quantize": {"llm": "nf4", "vit": "int8"}}
-    run, checkpoint = trained(tmp_path, source, **packed), tmp_path / "run" / "iter_2.pth"
+    run, checkpoint = train(tmp_path, source, **packed), tmp_path / "run" / "iter_2.pth"
     assert all(".lora_" in name for name in load_file(checkpoint / "model.safetensors"))
     record = Manifest.read(checkpoint).base
     assert record is not None and {entry.path for entry in record.files} == set(FILES)
@@ -74,8 +75,8 @@ def test_on_packed_weights(tmp_path: Path, source: Path, caplog: Any, monkeypatc
     with caplog.at_level("INFO", logger=log.logger().name):
         monkeypatch.setattr(log.logger(), "propagate", True)
         export_checkpoint(checkpoint, tmp_path / "merged", merge=True)
-    stated = re.search(r"at most ([\d.e-]+) of itself, .* by ([\d.e-]+) \(relative L2\)", caplog.text)
-    assert stated is not None and float(stated[1]) == pytest.approx(2**-8, rel=0.05) and float(stated[2]) < 2**-8
+    match = re.search(r"at most ([\d.e-]+) of itself, .* by ([\d.e-]+) \(relative L2\)", caplog.text)
+    assert match is not None and float(match[1]) == pytest.approx(2**-8, rel=0.05) and float(match[2]) < 2**-8
     weights = load_file(tmp_path / "merged" / WEIGHTS)
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     expected = hidden(run, model)

@@ -94,23 +94,23 @@ def test_it_learns_to_name_pictures_and_goes_on_where_it_stopped(data, tmp_path)
 @pytest.mark.parametrize("file", ["", "model.safetensors"])
 def test_it_begins_with_the_weights_of_a_published_directory(data, tmp_path, file: str) -> None:
     """A file of the directory means the directory; its names are nanoVLM's."""
-    published = VLM(pretrained=str(NANOVLM))
+    base = VLM(pretrained=str(NANOVLM))
     model = {"type": "VLM", **vlm_arguments(NANOVLM_CONFIG)}
     tile = model["vit"]["image_size"]
     changes = {"model": model, "processor": {"max_image_size": tile}, "train_dataloader__seq_length": 400}
     changes["optim_wrapper__optimizer__lr"] = 0.0
     runner = Runner.from_cfg(config(data, tmp_path / "x", load_from=str(NANOVLM / file), **changes), max_updates=1)
     runner.train()
-    trained = dict(runner.backend.model.named_parameters())
-    assert len(trained) == len(list(published.parameters()))
-    for name, parameter in published.named_parameters():
-        assert torch.equal(trained[name], parameter), name
+    parameters = dict(runner.backend.model.named_parameters())
+    assert len(parameters) == len(list(base.parameters()))
+    for name, parameter in base.named_parameters():
+        assert torch.equal(parameters[name], parameter), name
     log = (tmp_path / "x" / "train.log").read_text()
     assert log.count(f"Loaded weights only from {NANOVLM}; progress starts at zero.") == 1
 
 
 @TRANSFORMS.register_module(force=True)
-class Negated:
+class Negation:
     """A random change of a user's own: -x, so that it is seen in every number."""
 
     def __call__(self, image: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -128,17 +128,17 @@ def batches(config: Any, *, updates: int = 2) -> list[PackedBatch]:
 
 def test_random_changes_of_pictures_are_made_in_training_alone(data, tmp_path) -> None:
     plain = batches(config(data, tmp_path / "plain"))
-    changes = {"processor": {"max_image_size": 32, "vit_augment": [{"type": "Negated"}]}}
-    changed = batches(config(data, tmp_path / "changed", **changes))
-    for own, other in zip(changed, plain, strict=True):
+    changes = {"processor": {"max_image_size": 32, "vit_augment": [{"type": "Negation"}]}}
+    with_changes = batches(config(data, tmp_path / "changed", **changes))
+    for own, other in zip(with_changes, plain, strict=True):
         assert torch.equal(own.vit_patches, -other.vit_patches)
         assert torch.equal(own.text_ids, other.text_ids) and own.sample_ids == other.sample_ids
     assert sum(batch.vit_patches.abs().sum() for batch in plain) > 0
-    made = config(data, tmp_path / "x", **changes)
-    processor = build_processor(ModelSettings.of(made), seed=0)
+    settings = config(data, tmp_path / "x", **changes)
+    processor = build_processor(ModelSettings.of(settings), seed=0)
     sample = processor.plan([Turn("user", "image", str(data / "dark.png")), Turn("user", "text", "?")], reply=True)
-    (shown,) = [split.load(processor, None) for split in sample.splits if split.num_encoded]
-    assert (shown.vit_patches >= 0).all(), "a prompt is shown as it is"
+    (prompt,) = [split.load(processor, None) for split in sample.splits if split.num_encoded]
+    assert (prompt.vit_patches >= 0).all(), "a prompt is shown as it is"
 
 
 def test_tiles_of_a_sample_and_of_a_sequence_have_limits_and_what_exceeds_is_counted(data, tmp_path) -> None:
@@ -153,8 +153,8 @@ def test_tiles_of_a_sample_and_of_a_sequence_have_limits_and_what_exceeds_is_cou
     assert over > 0 and f"{over} of 16 records (50 %): more than packing.max_tiles=2 condition images" in log
     assert max(len(batch.vit_lengths) for batch in free) > 2 * 2
     dataset["filters"] = [{"type": "ImageCountFilter", "max_tiles": 2}]
-    capped = batches(config(data, tmp_path / "capped", **loader))
-    assert max(len(batch.vit_lengths) for batch in capped) <= 2 * 2, "two sequences an iteration"
+    with_limits = batches(config(data, tmp_path / "capped", **loader))
+    assert max(len(batch.vit_lengths) for batch in with_limits) <= 2 * 2, "two sequences an iteration"
     log = (tmp_path / "capped" / "train.log").read_text()
     assert f"filters remove {over} of 16 records" in log and "more than packing.max_tiles" not in log
 
@@ -199,18 +199,18 @@ NAME = (
 
 def test_the_recipe_has_nanovlms_numbers(tmp_path) -> None:
     """And the guide's own name for a run of them, on 8 GPUs, from the guide's two parts."""
-    made = load_config("nanovlm_460m", {"work_dir": str(tmp_path)})
-    found = {name: reduce(lambda node, key: node[int(key)] if key.isdigit() else node.get(key), key.split("."), made)
+    recipe = load_config("nanovlm_460m", {"work_dir": str(tmp_path)})
+    values = {name: reduce(lambda node, key: node[int(key)] if key.isdigit() else node.get(key), key.split("."), recipe)
              for name, (_, key) in GUIDE.items()}  # fmt: skip
-    assert found == {name: value for name, (value, _) in GUIDE.items()}
-    settings = Settings.from_config(made)
+    assert values == {name: value for name, (value, _) in GUIDE.items()}
+    settings = Settings.from_config(recipe)
     parts = {"vit": "google/siglip2-base-patch16-512", "llm": "HuggingFaceTB/SmolLM2-360M-Instruct"}
-    given = load_config("nanovlm_460m", {"model.pretrained": parts, "model.vit": None, "model.llm": None})
-    named = Settings.from_config(given)
-    assert name_from_template(TEMPLATE, named, build_geometry(named, dp_size=8), date="1229-143022") == NAME
+    other = load_config("nanovlm_460m", {"model.pretrained": parts, "model.vit": None, "model.llm": None})
+    own = Settings.from_config(other)
+    assert name_from_template(TEMPLATE, own, build_geometry(own, dp_size=8), date="1229-143022") == NAME
     with torch.device("meta"):
         model = settings.model.build()
-    named = dict(model.named_parameters())
-    groups = build_groups(settings, named.items())
+    parameters = dict(model.named_parameters())
+    groups = build_groups(settings, parameters.items())
     assert [group.name for group in groups] == ["connector", "vision", "language"]
-    assert 400e6 < sum(p.numel() for p in named.values()) < 500e6
+    assert 400e6 < sum(p.numel() for p in parameters.values()) < 500e6

@@ -27,9 +27,9 @@ OPENED: list[str] = []
 
 @LAYOUTS.register_module(name=LAYOUT)
 class RegisteredReader(SafetensorsReader):
-    def __init__(self, directory: Path, **given: Any) -> None:
+    def __init__(self, directory: Path, **options: Any) -> None:
         OPENED.append(directory.name)
-        super().__init__(directory, **given)
+        super().__init__(directory, **options)
 
 
 @BACKENDS.register_module()
@@ -50,14 +50,14 @@ class RegisteredPairs:
     window, fingerprint = 16, "RegisteredPairs"
 
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         for position, length in enumerate(lengths):
-            last = found[-1] if found else []
+            last = groups[-1] if groups else []
             if len(last) == 1 and lengths[last[0]] + length <= seq_length:
                 last.append(position)
             else:
-                found.append([position])
-        return found
+                groups.append([position])
+        return groups
 
 
 @CURVES.register_module()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end.engines.users import write_rows
+from tests.end_to_end.engines.jobs.users import write_rows
 from tests.plugin.data import RowsBatch
 from tests.plugin.family import Rows, RowsNetwork
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from tools.export import main as export
 from tools.generate import main as generate
 from tools.train import main as train
@@ -40,8 +40,8 @@ class SilentRows(Rows):
 
 def config(work_dir: Path, **overrides: Any) -> Any:
     write_rows(work_dir.with_name("rows.txt"))
-    given = {"work_dir": str(work_dir), "train_dataloader.dataset.path": str(work_dir.with_name("rows.txt"))}
-    return load_config(CONFIG, {**given, **{key.replace("__", "."): value for key, value in overrides.items()}})
+    options = {"work_dir": str(work_dir), "train_dataloader.dataset.path": str(work_dir.with_name("rows.txt"))}
+    return load_config(CONFIG, {**options, **{key.replace("__", "."): value for key, value in overrides.items()}})
 
 
 def lines(work_dir: Path) -> list[dict[str, Any]]:
@@ -94,15 +94,15 @@ def test_without_a_published_form_or_inference_the_tools_say_so(
     assert generate([str(tmp_path / "run"), "--prompt", "x", "--out", str(tmp_path / "drawn")]) == 2
     assert "SilentNetwork has no inference" in capsys.readouterr().err
     (checkpoint,) = (tmp_path / "run").glob("iter_*.pth")
-    stored = load_file(checkpoint / "model.safetensors")
-    assert torch.isfinite(stored["layers.0.1.running_var"]).all()
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert torch.isfinite(tensors["layers.0.1.running_var"]).all()
 
 
 ONE, THREE = {"value": 1.0}, {"value": 1.0, "label": 1.0, "more": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("changed", "problem"),
+    ("change", "problem"),
     [
         ({"counts": ONE}, "'label' is in Family.terms and not in RowsBatch.target_counts()"),
         ({"counts": THREE}, "'more' is in RowsBatch.target_counts() and not in Family.terms"),
@@ -112,18 +112,18 @@ ONE, THREE = {"value": 1.0}, {"value": 1.0, "label": 1.0, "more": 1.0}
     ],
 )
 def test_a_term_that_is_not_everywhere_is_refused_at_the_first_micro_batch_and_in_the_dry_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changed: Any, problem: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Any, problem: str
 ) -> None:
-    if "terms" in changed:
-        monkeypatch.setattr(Rows, "terms", changed["terms"])
-    if "counts" in changed:
-        monkeypatch.setattr(RowsBatch, "target_counts", lambda batch: changed["counts"])
-    if "sums" in changed:
+    if "terms" in change:
+        monkeypatch.setattr(Rows, "terms", change["terms"])
+    if "counts" in change:
+        monkeypatch.setattr(RowsBatch, "target_counts", lambda batch: change["counts"])
+    if "sums" in change:
         monkeypatch.setattr(RowsNetwork, "forward", lambda model, batch: LossTerms(
-            {term: model.predict(batch.inputs).sum() for term in changed["sums"]}))  # fmt: skip
-    given = config(tmp_path / "run", loss_weights={"_delete_": True})
+            {term: model.predict(batch.inputs).sum() for term in change["sums"]}))  # fmt: skip
+    settings = config(tmp_path / "run", loss_weights={"_delete_": True})
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        Runner.from_cfg(given).train()
+        Runner.from_cfg(settings).train()
     assert not list((tmp_path / "run").glob("*.pth")) and not lines(tmp_path / "run")
     options = [f"train_dataloader.dataset.path={tmp_path / 'rows.txt'}", f"work_dir={tmp_path / 'dry'}"]
     options += ["loss_weights={'_delete_':True}"]

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from tests.data.support import write_jsonl
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
@@ -46,9 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     records: list[dict[str, Any]] = []
     for name, colour in COLOURS.items():
         Image.new("RGB", (40, 32), colour).save(folder / f"{name}.png")
-        asked = [{"from": "human", "value": "<image>\nwhat is this"}, {"from": "gpt", "value": name}]
+        turns = [{"from": "human", "value": "<image>\nwhat is this"}, {"from": "gpt", "value": name}]
         records += [{"text_prompt": f"draw {name}", "image_path": f"{name}.png"}]
-        records += [{"image": f"{name}.png", "conversations": asked}]
+        records += [{"image": f"{name}.png", "conversations": turns}]
     write_jsonl(folder / "colours.jsonl", records)
     sys.path.insert(0, str(folder))
     yield folder
@@ -56,24 +56,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def forgotten() -> Any:
+def no_registrations() -> Any:
     """As in a process that has imported none of the modules; what a test imports is replaced by what was there."""
     modules = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
-    removed: list[tuple[Any, str, Any]] = []
+    removals: list[tuple[Any, str, Any]] = []
     for registry in REGISTRIES:
-        own = [name for name, made in registry.module_dict.items() if made.__module__ in MODULES]
-        removed += [(registry.module_dict, name, registry.module_dict.pop(name)) for name in own]
+        own = [name for name, component in registry.module_dict.items() if component.__module__ in MODULES]
+        removals += [(registry.module_dict, name, registry.module_dict.pop(name)) for name in own]
     yield
     for name in MODULES:
         sys.modules.pop(name, None)
     sys.modules.update(modules)
-    for names, name, made in removed:
-        names[name] = made
+    for names, name, component in removals:
+        names[name] = component
 
 
 def config(folder: Path, name: str, **changes: Any) -> Any:
-    given = {"work_dir": str(folder / name), **{key.replace("__", "."): value for key, value in changes.items()}}
-    return load_config(folder / "config.py", given)
+    options = {"work_dir": str(folder / name), **{key.replace("__", "."): value for key, value in changes.items()}}
+    return load_config(folder / "config.py", options)
 
 
 def train(folder: Path, name: str, updates: int, **changes: Any) -> list[dict[str, Any]]:
@@ -109,8 +109,8 @@ def test_its_previews_draw_and_answer(folder: Path, run: Any) -> None:
     newest = max((folder / "painter" / "previews").glob("*.json"), key=lambda path: int(path.stem))
     rows = json.loads(newest.read_text())
     assert [row["error"] for row in rows] == [""] * len(rows)
-    read, drawn = (next(row for row in rows if row["record"] == f"colours:{k}") for k in (1, 0))
-    assert (read["prompt"], read["text"]) == ("what is this", "red") and drawn["reference"].endswith("red.png")
+    read, drawing = (next(row for row in rows if row["record"] == f"colours:{k}") for k in (1, 0))
+    assert (read["prompt"], read["text"]) == ("what is this", "red") and drawing["reference"].endswith("red.png")
 
 
 def pictures(out: Path) -> list[Any]:
@@ -119,7 +119,7 @@ def pictures(out: Path) -> list[Any]:
 
 @pytest.mark.parametrize("tool", ["generate", "evaluate", "zero_to_fp32", "export"])
 def test_a_published_directory_needs_config(
-    tool: str, folder: Path, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], forgotten: None
+    tool: str, folder: Path, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_registrations: None
 ) -> None:
     """In a process that has not imported the family; then with the config, whose modules are imported first."""
     source, out = str(folder / "published"), tmp_path / "out"
@@ -128,7 +128,7 @@ def test_a_published_directory_needs_config(
         for name in MODULES:
             sys.modules.pop(name, None)
         for registry in REGISTRIES:
-            for name in [n for n, made in registry.module_dict.items() if made.__module__ in MODULES]:
+            for name in [n for n, component in registry.module_dict.items() if component.__module__ in MODULES]:
                 registry.module_dict.pop(name)
     command = {
         "generate": (generate, [source, "--prompt", "draw red", "--device", "cpu", "--out", str(out)]),
@@ -140,25 +140,25 @@ def test_a_published_directory_needs_config(
     assert main(arguments) != 0 and "--config" in capsys.readouterr().err
     assert main([*arguments, "--config", str(folder / "config.py")]) == 0
     newest = read_source(folder / "painter")
-    trained = {
+    masters = {
         name: newest.reader.read("master", name, 0, newest.reader.numel("master", name))
         for name in newest.reader.names("master")
     }
     if tool == "zero_to_fp32":
-        merged = torch.load(out / "pytorch_model.bin")
-        assert all(torch.equal(merged[name].flatten(), tensor) for name, tensor in trained.items())
+        state = torch.load(out / "pytorch_model.bin")
+        assert all(torch.equal(state[name].flatten(), tensor) for name, tensor in masters.items())
     if tool == "export":
         model, _ = open_model(out)
-        assert all(torch.equal(dict(model.state_dict())[name].flatten(), t) for name, t in trained.items())
+        assert all(torch.equal(dict(model.state_dict())[name].flatten(), t) for name, t in masters.items())
     if tool == "evaluate":
-        found = json.dumps(json.loads((tmp_path / "v.json").read_text()))
+        text = json.dumps(json.loads((tmp_path / "v.json").read_text()))
         last = [line for line in read_lines(folder / "painter" / "metrics.jsonl") if "val/loss" in line][-1]
-        assert repr(last["val/loss"])[:8] in found
+        assert repr(last["val/loss"])[:8] in text
     if tool == "generate":
         assert len(pictures(out)) == 1
 
 
-CHECKS = {"custom_imports": {"imports": ["painter", "tests.own_checks"]}, "custom_hooks": []}
+CHECKS = {"custom_imports": {"imports": ["painter", "tests.end_to_end.own_parts.own_checks"]}, "custom_hooks": []}
 
 
 def test_own_checks_of_the_checklist_and_of_the_dry_run(
@@ -173,12 +173,12 @@ def test_own_checks_of_the_checklist_and_of_the_dry_run(
     options = [
         "--cfg-options",
         f"work_dir={folder / 'dry'}",
-        "custom_imports={'imports':['painter','tests.own_checks']}",
+        "custom_imports={'imports':['painter','tests.end_to_end.own_parts.own_checks']}",
     ]
     assert train_tool([str(folder / "config.py"), "--dry-run", *options]) in (0, 1)
-    shown = capsys.readouterr().out
-    order = re.findall(r"^(?:ok|warning|problem|not checked) +(\w+)  ", shown, re.MULTILINE)
-    assert order[0] == "devices" and order[-1] == "words" and "14 ids" in shown
+    output = capsys.readouterr().out
+    order = re.findall(r"^(?:ok|warning|problem|not checked) +(\w+)  ", output, re.MULTILINE)
+    assert order[0] == "devices" and order[-1] == "words" and "14 ids" in output
 
 
 def test_a_training_of_another_trainer_goes_on_with_its_moments(folder: Path, run: Any, tmp_path: Path) -> None:

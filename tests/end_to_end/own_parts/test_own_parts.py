@@ -48,7 +48,7 @@ class Watcher(Hook):
 
 
 @dataclass(frozen=True)
-class Trained:
+class Training:
     runner: Runner
     watcher: Watcher
 
@@ -57,38 +57,38 @@ class Trained:
         return [line for line in read_lines(self.runner.work_dir / "metrics.jsonl") if "loss" in line]
 
 
-def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float = 0.0, **changes: Any) -> Trained:
+def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float = 0.0, **changes: Any) -> Training:
     watch = {"type": Watcher, "sleep_s": sleep_s}
-    given = {"param_scheduler": [], "train_dataloader__batch_size": 4, "custom_hooks": [watch], **changes}
-    runner = Runner.from_cfg(tiny_config(work_dir, data, **given), max_updates=updates)
+    options = {"param_scheduler": [], "train_dataloader__batch_size": 4, "custom_hooks": [watch], **changes}
+    runner = Runner.from_cfg(tiny_config(work_dir, data, **options), max_updates=updates)
     runner.train()
-    return Trained(runner, next(hook for hook in runner.hooks if isinstance(hook, Watcher)))
+    return Training(runner, next(hook for hook in runner.hooks if isinstance(hook, Watcher)))
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Trained:
+def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Training:
     return train(tmp_path_factory.mktemp("plain"), digits)
 
 
-def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, digits: Path, plain: Trained) -> None:
-    changed = train(tmp_path, digits, processor__vit_augment=[{"type": "Negative"}])
-    for own, other in zip(changed.watcher.batches, plain.watcher.batches, strict=True):
+def test_an_augmentation_of_ones_own_changes_what_is_read_alone(tmp_path: Path, digits: Path, plain: Training) -> None:
+    with_change = train(tmp_path, digits, processor__vit_augment=[{"type": "Negative"}])
+    for own, other in zip(with_change.watcher.batches, plain.watcher.batches, strict=True):
         assert torch.equal(own.vit_patches, -other.vit_patches)
         assert torch.equal(own.vae_images, other.vae_images) and torch.equal(own.text_ids, other.text_ids)
     assert any(batch.vit_patches.numel() for batch in plain.watcher.batches)
 
 
-def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, digits: Path, plain: Trained) -> None:
+def test_another_seed_is_another_run_and_the_same_one_the_same(tmp_path: Path, digits: Path, plain: Training) -> None:
     same = [line["loss"] for line in train(tmp_path / "same", digits).lines]
     other = [line["loss"] for line in train(tmp_path / "other", digits, randomness__seed=7).lines]
     assert same == [line["loss"] for line in plain.lines] and not set(other) & set(same)
 
 
-def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, digits: Path, plain: Trained) -> None:
+def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, digits: Path, plain: Training) -> None:
     assert all(torch.all(batch.text_target_weight == 1.0) for batch in plain.watcher.batches)
-    weighed = train(tmp_path, digits, processor__ce_reweight=True)
+    with_weights = train(tmp_path, digits, processor__ce_reweight=True)
     texts = 0
-    for batch in weighed.watcher.batches:
+    for batch in with_weights.watcher.batches:
         of_split = batch.split_ids[batch.text_target_index]
         for split in of_split.unique():
             weights = batch.text_target_weight[of_split == split]
@@ -97,7 +97,7 @@ def test_targets_are_weighed_by_the_length_of_their_text(tmp_path: Path, digits:
     assert texts > 10
 
 
-def test_conditions_are_dropped_as_often_as_asked(tmp_path: Path, digits: Path, plain: Trained) -> None:
+def test_conditions_are_dropped_as_often_as_asked(tmp_path: Path, digits: Path, plain: Training) -> None:
     """With probability 1 no question is left: prompts and the pictures that are read are gone, targets are not."""
     none = train(tmp_path, digits, processor__text_dropout=1.0, processor__vit_dropout=1.0)
     targets = [sum(len(b.text_target_ids) for b in t.watcher.batches) for t in (none, plain)]

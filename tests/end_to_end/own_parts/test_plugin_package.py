@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.engines.users import write_rows
-from tests.processes import ROOT, ranks, together
+from tests.end_to_end.engines.jobs.users import write_rows
+from tests.support.processes import ROOT, ranks, together
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
@@ -49,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = [f"train_dataloader.dataset.path={folder / 'rows.txt'}"]
     killer = ["custom_imports={'imports':['tests.plugin','killer']}", "custom_hooks=[{'type':'KillerHook'}]"]
     alone = tool("train", CONFIG, *base, *options, "train_dataloader.batch_size=8", *killer)
-    [killed] = together([alone], [{"PYTHONPATH": f"{ROOT}:{folder}"}])
-    assert killed.status == -signal.SIGKILL, killed.ending
+    [process] = together([alone], [{"PYTHONPATH": f"{ROOT}:{folder}"}])
+    assert process.status == -signal.SIGKILL, process.ending
     for rank in ranks(tool("train", CONFIG, "--resume", "--backend", "fsdp", *base, *options)):
         assert rank.status == 0, rank.ending
     return folder
@@ -64,7 +64,7 @@ def test_it_continues_after_the_last_checkpoint(folder: Path) -> None:
 
 
 def test_the_tools_export_and_ask_it_with_permission_alone(folder: Path) -> None:
-    refused, exported, asked = together(
+    refusal, export, generation = together(
         [
             tool("generate", folder / "run", "--prompt", PROMPT, "--out", folder / "refused"),
             tool("export", folder / "run", folder / "exported", "--allow-custom-imports"),
@@ -72,17 +72,17 @@ def test_the_tools_export_and_ask_it_with_permission_alone(folder: Path) -> None
         ],
         [{}, {}, {}],
     )
-    assert refused.status == 2 and "imports tests.plugin" in refused.text and exported.status == 0, exported.ending
-    [published] = together(
+    assert refusal.status == 2 and "imports tests.plugin" in refusal.text and export.status == 0, export.ending
+    [again] = together(
         [tool("generate", folder / "exported", "--prompt", PROMPT, "--out", folder / "again", "--config", CONFIG)], [{}]
     )
     texts = [json.loads((folder / name / "results.jsonl").read_text())["text"] for name in ("asked", "again")]
-    assert published.status == asked.status == 0 and texts[0] == texts[1] and texts[0] in asked.out
+    assert again.status == generation.status == 0 and texts[0] == texts[1] and texts[0] in generation.out
 
 
 def test_a_name_that_is_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in_use.py").write_text(KILLER.replace("KillerHook", "EMAHook"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    given = {"custom_imports": {"imports": ["tests.plugin", "in_use"]}, "work_dir": str(tmp_path)}
+    options = {"custom_imports": {"imports": ["tests.plugin", "in_use"]}, "work_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match="'in_use' registers a name that is in use: EMAHook is already registered"):
-        Runner.from_cfg(load_config(CONFIG, given))
+        Runner.from_cfg(load_config(CONFIG, options))

@@ -52,8 +52,8 @@ def test_backend_and_layout(run: Path, tmp_path: Path, digits: Path) -> None:
     assert sys.modules[MODULE].OPENED, "the resume read it"
     straight = train(tmp_path, digits, updates=4, **{**OWN, "backend": {"type": "single"}})
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(tmp_path)]
-    resumed = train(run, digits, updates=4, resume=True, **OWN)
-    for a, b in zip(resumed.backend.master_shards(), straight.backend.master_shards(), strict=True):
+    second = train(run, digits, updates=4, resume=True, **OWN)
+    for a, b in zip(second.backend.master_shards(), straight.backend.master_shards(), strict=True):
         assert torch.equal(a.data, b.data), a.name
 
 
@@ -70,11 +70,9 @@ def test_curve(run: Path) -> None:
 
 
 def test_log_writer(run: Path) -> None:
-    written = run / "registered"
-    assert sorted(path.name for path in written.iterdir()) == ["1", "2", "3", "4", "closed"]
-    assert [float((written / str(line["update"])).read_text()) for line in lines(run)] == [
-        x["loss"] for x in lines(run)
-    ]
+    folder = run / "registered"
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3", "4", "closed"]
+    assert [float((folder / str(line["update"])).read_text()) for line in lines(run)] == [x["loss"] for x in lines(run)]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

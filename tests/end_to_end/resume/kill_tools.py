@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.processes import ROOT, popen
+from tests.support.processes import ROOT, popen
 from unigen_ds.config.overrides import config_path
 from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.system.journals import read_lines
@@ -109,7 +109,7 @@ custom_hooks = [dict(type="EMAHook", momentum=0.05, begin_iter=16), dict(type="K
 
 
 @dataclass(frozen=True)
-class Finished:
+class Ending:
     status: int
     output: str
 
@@ -142,21 +142,21 @@ class Bench:
             start = subprocess.Popen if fresh else popen
             return start([*command, *arguments], cwd=ROOT, env=environ, stdout=output, stderr=output)
 
-    def finish(self, name: str, process: subprocess.Popen[bytes], *, timeout_s: float = 200.0) -> Finished:
+    def finish(self, name: str, process: subprocess.Popen[bytes], *, timeout_s: float = 200.0) -> Ending:
         status = process.wait(timeout=timeout_s)
         path = self.work_dir(name) / "output.txt"
         output = path.read_text()
         path.unlink()
-        return Finished(status, output)
+        return Ending(status, output)
 
-    def train(self, name: str, *arguments: str, fresh: bool = False, **environment: str) -> Finished:
+    def train(self, name: str, *arguments: str, fresh: bool = False, **environment: str) -> Ending:
         return self.finish(name, self.start(name, *arguments, fresh=fresh, **environment))
 
     def kill(self, name: str, where: str, *arguments: str, fresh: bool = False) -> str:
         """Train until the hook kills the process at ``where``. Returns its output."""
-        finished = self.train(name, *arguments, fresh=fresh, KILL_AT=where)
-        assert finished.status == -signal.SIGKILL, f"was to die at {where}: {finished}"
-        return finished.output
+        ending = self.train(name, *arguments, fresh=fresh, KILL_AT=where)
+        assert ending.status == -signal.SIGKILL, f"was to die at {where}: {ending}"
+        return ending.output
 
     def copy(self, name: str, new: str) -> Path:
         return Path(shutil.copytree(self.work_dir(name), self.work_dir(new)))

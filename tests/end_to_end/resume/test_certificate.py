@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks import kills
-from tests.processes import popen
+from tests.support.needs import slow
+from tests.support.processes import popen
 from tests.text_run import count_up, write_jsonl, write_text_config
 from tools import certify
 from unigen_ds.checks import certificate
@@ -38,17 +39,14 @@ def data(tmp_path_factory):
     return kills.write_data(tmp_path_factory.mktemp("data"))
 
 
-@pytest.mark.parametrize(
-    ("number", "times"),
-    [(84, 12), pytest.param(2, 3, marks=pytest.mark.slow), pytest.param(64, 3, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("number", "times"), [(84, 12), *slow((2, 3), (64, 3))])
 def test_a_killed_run_ends_bit_equal_to_the_one_that_was_not(tmp_path, data, number, times):
     """ZeRO-2 and FSDP2 on two processes, one process; saves and evaluations are asynchronous."""
     trial = kills.run_case(kills.case(0, number), data, tmp_path, kills=times, fresh=False)
     assert trial.problems == [] and trial.kills == times, trial.problems
 
 
-def certified(folder, monkeypatch, how, *options):
+def certify_run(folder, monkeypatch, how, *options):
     """The exit status, what was measured, and what is left of the folder of the runs."""
     monkeypatch.setattr(certificate, "Popen", popen)
     write_jsonl(folder / "train.jsonl", count_up(200))
@@ -69,20 +67,20 @@ def certified(folder, monkeypatch, how, *options):
 
 
 def test_a_users_own_config_is_certified_and_nothing_of_it_is_touched(tmp_path, monkeypatch, capsys):
-    status, result, left = certified(tmp_path, monkeypatch, "", "--kills", "5")
-    printed = capsys.readouterr().out
-    assert (status, left) == (0, set()), printed
+    status, result, files = certify_run(tmp_path, monkeypatch, "", "--kills", "5")
+    output = capsys.readouterr().out
+    assert (status, files) == (0, set()), output
     assert result["bit_equal"] and result["kills"] == sum(result["moments"].values()) == 5
     assert result["resume_seconds"]["max"] > 0 and 0 < result["share_of_saves"] < 1
-    assert "bit-equal" in printed and "left out: WandbVisBackend, AsyncEvaluateHook." in printed
+    assert "bit-equal" in output and "left out: WandbVisBackend, AsyncEvaluateHook." in output
 
 
 @pytest.mark.parametrize(("how", "most"), [("forget", "4"), ("noise", "1")])
 def test_what_is_not_bit_equal_is_named_and_kept(tmp_path, monkeypatch, capsys, how, most):
     """A hook whose state no checkpoint has; and one that makes every run another one, which is no fault of a resume."""
-    status, result, left = certified(tmp_path, monkeypatch, how, "--kills", most)
-    printed = capsys.readouterr().out
-    assert status == 1 and len(left) == 1, printed
+    status, result, files = certify_run(tmp_path, monkeypatch, how, "--kills", most)
+    output = capsys.readouterr().out
+    assert status == 1 and len(files) == 1, output
     assert result["deterministic"] is (how == "forget")
-    assert "metrics.jsonl loss is" in printed and ("Remedy: env.deterministic=True" in printed) is (how == "noise")
+    assert "metrics.jsonl loss is" in output and ("Remedy: env.deterministic=True" in output) is (how == "noise")
     assert any(line.startswith("checkpoint ") and "master|" in line for line in result["differences"])

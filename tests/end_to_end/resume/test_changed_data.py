@@ -66,5 +66,5 @@ def test_unknown_words_and_empty_captions_are_reported(tmp_path: Path, capsys: p
     assert source["unknown_tokens"] == 2 and source["unknown_token_share"] == pytest.approx(2 / 39)
     assert [one["number"] for one in source["noticed"]] == [2, 2]
     assert inspect_data([str(tmp_path / "config.py")]) == 0
-    shown = capsys.readouterr().out
-    assert "  2 of 11 records (18 %): an empty text" in shown and "  2 of 39 text tokens (5.1 %): words that" in shown
+    output = capsys.readouterr().out
+    assert "  2 of 11 records (18 %): an empty text" in output and "  2 of 39 text tokens (5.1 %): words that" in output

@@ -44,8 +44,8 @@ class Bench:
 
     def train(self, name: str, updates: int, **options: Any) -> Runner:
         dataset = {"type": "UnifiedGenerationDataset", "data_path": str(self.data), "image_root": str(self.digits)}
-        given = {"train_dataloader__dataset": dataset, **BASE, "param_scheduler": CURVE, **options}
-        config = tiny_config(self.folder / name, self.digits, **given)
+        settings = {"train_dataloader__dataset": dataset, **BASE, "param_scheduler": CURVE, **options}
+        config = tiny_config(self.folder / name, self.digits, **settings)
         runner = Runner.from_cfg(config, max_updates=updates)
         runner.train()
         return runner
@@ -80,11 +80,11 @@ def test_the_choice_scales_the_curve_and_is_remembered(bench, choice, factor):
     bench.copy("short", choice)
     bench.train(choice, 7, **HALF, on_batch_change=choice)
     bench.train(choice, 9, **HALF)
-    straight, found = lr(bench, "straight"), lr(bench, choice)
-    after = [place for place in found if place >= 48 and place in straight]
+    straight, rates = lr(bench, "straight"), lr(bench, choice)
+    after = [place for place in rates if place >= 48 and place in straight]
     assert len(after) >= 3
     for place in after:
-        assert found[place] == pytest.approx(straight[place] * factor, rel=1e-9)
+        assert rates[place] == pytest.approx(straight[place] * factor, rel=1e-9)
     newest, _ = store.newest(bench.folder / choice)
     assert newest is not None and newest.manifest is not None
     assert newest.manifest.schedule["lr_scale"] == pytest.approx(factor)
@@ -106,8 +106,8 @@ def test_warm_up_goes_on_in_every_unit(bench, kind, tmp_path):
     for updates, batch_size, counts in ((2, 8, 2), (4, 4, 4), (7, 16, 1)):
         cut = {"train_dataloader__batch_size": batch_size, "optim_wrapper__accumulative_counts": counts}
         bench.train(name, updates, resume=updates > 2, param_scheduler=UNITS[kind], **cut)
-    straight, changed = ([line["lr"] for line in bench.lines(n)] for n in (name + "_straight", name))
-    assert changed == straight and straight[0] < straight[2] < straight[-1]
+    straight, rates = ([line["lr"] for line in bench.lines(n)] for n in (name + "_straight", name))
+    assert rates == straight and straight[0] < straight[2] < straight[-1]
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class RecordIdsHook(Hook):
             stream.write(json.dumps([run.progress.updates, list(result.sample_ids)]) + "\n")
 
 
-def trained(bench: Bench, name: str, first: int, last: int) -> list[str]:
+def samples(bench: Bench, name: str, first: int, last: int) -> list[str]:
     lines = (bench.folder / name / "ids.jsonl").read_text(encoding="utf-8").splitlines()
     return [i for update, ids in map(json.loads, lines) if first <= update <= last for i in ids]
 
@@ -138,8 +138,8 @@ def test_appended_records_join_from_the_next_epoch_on(tmp_path, digits):
         mine.train("run", 6, resume=True, **record)
     mine.train("run", 4, resume=True, on_data_change="append", **record)
     mine.train("run", 12, resume=True, **record)  # asked once
-    assert trained(mine, "run", 1, 5) == trained(mine, "straight", 1, 5), "the first epoch is finished as it began"
-    first, second = trained(mine, "run", 1, 5), trained(mine, "run", 6, 12)
+    assert samples(mine, "run", 1, 5) == samples(mine, "straight", 1, 5), "the first epoch is finished as it began"
+    first, second = samples(mine, "run", 1, 5), samples(mine, "run", 6, 12)
     assert len(second) == 7 * 16 and max(Counter(second).values()) == 1 and not set(first) & set(second)
     new = {i for i in second if int(i.split(":")[1]) >= RECORDS}
     assert len(new) > 30  # 112 of 123 were drawn so far

@@ -23,8 +23,8 @@ LAST = "iter_60.pth"
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory) -> Bench:
     bench = Bench(tmp_path_factory.mktemp("kill"))
-    finished = bench.train(STRAIGHT, fresh=True)
-    assert finished.status == 0, finished.output
+    ending = bench.train(STRAIGHT, fresh=True)
+    assert ending.status == 0, ending.output
     return bench
 
 
@@ -37,14 +37,13 @@ def assert_same_run(bench: Bench, name: str) -> None:
 
 def resume(bench: Bench, name: str, *arguments: str, start: str | None) -> str:
     """Resume to the end. ``start``: the checkpoint it must go on from; None: none is there."""
-    finished = bench.train(name, "--resume", *arguments)
-    assert finished.status == 0, finished.output
+    ending = bench.train(name, "--resume", *arguments)
+    assert ending.status == 0, ending.output
     if start is None:
-        assert f"No checkpoint found in {bench.work_dir(name)}: training starts from scratch." in finished.output
+        assert f"No checkpoint found in {bench.work_dir(name)}: training starts from scratch." in ending.output
     else:
-        path = bench.work_dir(name) / start
-        assert f"Auto resumed from the latest checkpoint {path}." in finished.output
-    return finished.output
+        assert f"Auto resumed from the latest checkpoint {bench.work_dir(name) / start}." in ending.output
+    return ending.output
 
 
 def workers(number: int) -> tuple[str, str]:
@@ -63,9 +62,9 @@ def test_the_straight_run_is_a_fair_judge(bench):
     assert [line["update"] for line in lines] == list(range(1, UPDATES + 1))
     assert lines[-1]["epoch"] > 2 and len({line["loss"] for line in lines}) == UPDATES
     assert all(line["loss/text"] and line["loss/image"] for line in lines)
-    found = store.list_checkpoints(bench.work_dir(STRAIGHT))
-    assert [f.path.name for f in found] == ["iter_48.pth", LAST]
-    assert json.loads((found[-1].path / "hooks.json").read_text())["ema"]["num_updates"] == UPDATES - 5
+    checkpoints = store.list_checkpoints(bench.work_dir(STRAIGHT))
+    assert [f.path.name for f in checkpoints] == ["iter_48.pth", LAST]
+    assert json.loads((checkpoints[-1].path / "hooks.json").read_text())["ema"]["num_updates"] == UPDATES - 5
     ledger = [line["sequences"] for line in read_lines(bench.work_dir(STRAIGHT) / "ledger.jsonl")]
     assert ledger == [[12 * number, 12 * number + 12] for number in range(UPDATES)]
 
@@ -77,25 +76,27 @@ def test_killed_between_updates(bench):
     assert_same_run(bench, "between")
 
 
+@pytest.mark.slow
 def test_killed_during_accumulation_with_worker_processes(bench):
     bench.kill("accumulating", "iteration:10", *workers(2), fresh=True)
     until = time.monotonic() + 30
-    while left := processes_of(bench.work_dir("accumulating")):
-        assert time.monotonic() < until, f"loader processes outlive the killed run: {left}"
+    while processes := processes_of(bench.work_dir("accumulating")):
+        assert time.monotonic() < until, f"loader processes outlive the killed run: {processes}"
         time.sleep(0.2)
     resume(bench, "accumulating", *workers(2), start="iter_24.pth")
     assert_same_run(bench, "accumulating")
 
 
+@pytest.mark.slow
 def test_killed_while_weights_alone_are_exported(bench):
     """What is half there has no name that anyone takes, and the next start removes it. The checkpoint is complete."""
     arguments = ("--cfg-options", "default_hooks.checkpoint.weights_interval=24")
     bench.kill("exporting", "exported:iter_24", *arguments)
     weights = bench.work_dir("exporting") / store.WEIGHTS
-    (left,) = weights.iterdir()
-    assert left.name.startswith(".iter_24.writing-") and (left / "model.safetensors").stat().st_size
+    (folder,) = weights.iterdir()
+    assert folder.name.startswith(".iter_24.writing-") and (folder / "model.safetensors").stat().st_size
     output = resume(bench, "exporting", *arguments, start="iter_24.pth")
-    assert f"Removed {left}, left by an interrupted save" in output
+    assert f"Removed {folder}, left by an interrupted save" in output
     assert sorted(path.name for path in weights.iterdir()) == ["iter_48", "iter_48_ema"]
     assert_same_run(bench, "exporting")
 
@@ -132,6 +133,7 @@ def test_the_number_of_workers_changes_nothing(bench):
     assert_same_run(bench, "workers")
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_the_resumed_run_is_the_same(bench):
     name = "signals"
     arguments: tuple[str, ...] = ()
@@ -141,9 +143,9 @@ def test_a_signal_saves_and_the_resumed_run_is_the_same(bench):
         os.kill(process.pid, number)
         time.sleep(0.02)
         os.kill(process.pid, number)  # launchers pass a scheduler's signal on, so it comes twice
-        finished = bench.finish(name, process)
-        assert finished.status == 143, finished.output
-        assert f"{signal.Signals(number).name} received" in finished.output
+        ending = bench.finish(name, process)
+        assert ending.status == 143, ending.output
+        assert f"{signal.Signals(number).name} received" in ending.output
         at = metric_lines(bench.work_dir(name))[-1]["update"]
         assert updates <= at < UPDATES
         assert (bench.work_dir(name) / f"iter_{3 * at}.pth").is_dir()

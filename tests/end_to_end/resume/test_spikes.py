@@ -17,8 +17,9 @@ import torch
 from tests.data.support import write_jsonl
 from tests.end_to_end.data.test_mixtures import train_and_kill
 from tests.end_to_end.engines.launch import tensors, unequal
-from tests.processes import ranks
-from tests.text_run import CONFIG, WORDS, trained, words
+from tests.support.needs import slow
+from tests.support.processes import ranks
+from tests.text_run import CONFIG, WORDS, run_config, words
 from tools import inspect_data, replay
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import Lineage
@@ -74,21 +75,21 @@ def values(folder: Path) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", [pytest.param("single", marks=pytest.mark.slow), "deepspeed:zero2", "fsdp"])
+@pytest.mark.parametrize("engine", [*slow("single", "deepspeed:zero2"), "fsdp"])
 def test_a_run_that_goes_back_is_the_run_that_skips_by_hand(tmp_path: Path, engine: str, capsys: Any) -> None:
     path = write_config(tmp_path / "spiked")
     run, hand, world = tmp_path / "spiked" / "run", tmp_path / "hand", 1 if engine == "single" else 2
     command = [sys.executable, "tools/train.py", str(path), "--backend", engine]
-    ended = ranks(command, world_size=world)
-    assert [one.status for one in ended] == [0] * world, ended[0].ending
+    processes = ranks(command, world_size=world)
+    assert [one.status for one in processes] == [0] * world, processes[0].ending
     log = (run / "train.log").read_text()
     assert log.count("Spike: a loss spike in update 33 (sequences 64:66): the loss is ") == 1, log
     assert "iter_30.pth and leaves out sequences 64:66, 2 in all (rollback 1 of 3)" in log
-    ended = ranks(
+    processes = ranks(
         [*command, "--work-dir", str(hand), "--resume", str(run / "iter_30.pth"), "--skip-sequences", "64:66"],
         world_size=world,
     )
-    assert [one.status for one in ended] == [0] * world, ended[0].ending
+    assert [one.status for one in processes] == [0] * world, processes[0].ending
     assert values(run) == values(hand) and len(values(hand)) == UPDATES - 31, "the skipped sequences count"
     last = [Path((folder / "last_checkpoint").read_text().strip()) for folder in (run, hand)]
     assert unequal(*map(tensors, last)) == []
@@ -169,9 +170,9 @@ def test_limits_of_going_back(tmp_path: Path) -> None:
 def test_an_update_is_built_again_and_shown(tmp_path: Path, capsys: Any) -> None:
     path = write_config(tmp_path / "a")
     hooks = [{"type": "KeepBatches"}, {**SPIKE, "interval": 1}]
-    given = {"custom_hooks": hooks, "train_dataloader.global_batch_size": None, "train_dataloader.batch_size": 1}
-    runner, kept = trained(load_config(path, {**given, "optim_wrapper.accumulative_counts": SIZE}))
-    run, trained_from = runner.work_dir, kept.batches  # of the hook's last life: from update 31 on
+    options = {"custom_hooks": hooks, "train_dataloader.global_batch_size": None, "train_dataloader.batch_size": 1}
+    runner, hook = run_config(load_config(path, {**options, "optim_wrapper.accumulative_counts": SIZE}))
+    run, trained_from = runner.work_dir, hook.batches  # of the hook's last life: from update 31 on
     for update in (31, 33, UPDATES - 1):
         mine = [one.batch for one in built_again(run, update=update).batches]
         for one, other in zip(mine, trained_from[SIZE * (update - 31) :][:SIZE], strict=True):

@@ -15,9 +15,9 @@ from tests.data.datasets.test_streamed import MIXED, digests, exact, write_shard
 from tests.data.support import write_jsonl
 from tests.end_to_end.data.test_mixtures import train_and_kill
 from tests.end_to_end.resume.kill_tools import HOOK
-from tests.processes import ROOT, ranks, together
-from tests.shard_server import serving
-from tests.text_run import CONFIG, WORDS, trained, words
+from tests.support.processes import ROOT, ranks, together
+from tests.support.shard_server import serving
+from tests.text_run import CONFIG, WORDS, run_config, words
 from tools import inspect_data
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.runner.settings.tree import load_config
@@ -52,8 +52,8 @@ custom_hooks = [dict(type="KillAtUpdate")]
 def start_ranks(number: int, config: Path, *options: str, **environment: str) -> None:
     """One job of real processes; with ``KILL_AT`` all of them are killed."""
     command = [sys.executable, "tools/train.py", str(config), "--backend", "fsdp", *options]
-    for ended in ranks(command, world_size=number, PYTHONPATH=f"{ROOT}:{config.parent}", **environment):
-        assert ended.status == (-signal.SIGKILL if environment else 0), ended.ending
+    for process in ranks(command, world_size=number, PYTHONPATH=f"{ROOT}:{config.parent}", **environment):
+        assert process.status == (-signal.SIGKILL if environment else 0), process.ending
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +65,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str
     config = write_config(folder, str(shards), own=own)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        _, kept = trained(load_config(config, {"custom_hooks": [{"type": "KeepBatches"}]}))
-    assert exact(kept.ids) >= 1
+        _, hook = run_config(load_config(config, {"custom_hooks": [{"type": "KeepBatches"}]}))
+    assert exact(hook.ids) >= 1
     return shards, own, digests(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, data: tuple[Path, Path, list[str]]) -> None:
     shards, own, expected = data
     folder = tmp_path / "killed"
-    with serving(shards) as served:
-        config = write_config(folder, f"{served.url}/part-{{0..6}}.jsonl", own=own)
+    with serving(shards) as server:
+        config = write_config(folder, f"{server.url}/part-{{0..6}}.jsonl", own=own)
         start_ranks(2, config, KILL_AT="update:5")
-        once = Counter(served.transfers)
+        once = Counter(server.transfers)
         assert max(once.values()) == 1, f"two ranks share the copies: {once}"
         shutil.rmtree(folder / "cache" / "streamed" / "shards")
         workers = {"resume": True, "custom_hooks": [], "train_dataloader.num_workers": 3}
@@ -86,8 +87,8 @@ def test_two_ranks_one_and_four_use_the_same_samples(tmp_path: Path, data: tuple
         assert inspect_data.main([str(config), "--html", str(tmp_path / "page.html")]) == 0
         assert inspect_data.main([str(config), "--ledger", str(folder / "run" / "ledger.jsonl")]) == 0
     assert digests(folder) == expected and len(expected) == UPDATES
-    stored = max((folder / "run").glob("iter_*"), key=lambda found: found.stat().st_mtime)
-    assert len(Manifest.read(stored).loader["cursor"]["blocks"]) == 3
+    newest = max((folder / "run").glob("iter_*"), key=lambda path: path.stat().st_mtime)
+    assert len(Manifest.read(newest).loader["cursor"]["blocks"]) == 3
 
 
 @pytest.mark.slow
@@ -98,22 +99,22 @@ def test_a_data_set_of_the_hub(tmp_path: Path, data: tuple[Path, Path, list[str]
     config = write_config(tmp_path / "run", "hf://datasets/org/name@v1", own=own)
     command = [sys.executable, "tools/train.py", str(config), "--max-updates", "2"]
     options = ["--cfg-options", "train_dataloader.dataset.0.streaming.attempts=1"]
-    with serving(write_shards(tmp_path / "newer", (3, 2))) as served:
-        served.revisions, served.token, served.limited = {"v1": shards}, "hf_right", 1
+    with serving(write_shards(tmp_path / "newer", (3, 2))) as server:
+        server.revisions, server.token, server.num_limited = {"v1": shards}, "hf_right", 1
         environment = {
             "HF_TOKEN": "hf_right",
             "HF_HOME": str(tmp_path / "home"),
             "HF_HUB_OFFLINE": "0",
             "NO_PROXY": "127.0.0.1",
         }
-        url = served.url if there else f"http://127.0.0.1:{free_port()}"
-        (ended,) = together(
+        url = server.url if there else f"http://127.0.0.1:{free_port()}"
+        (process,) = together(
             [command + options], [{**environment, "HF_ENDPOINT": url, "PYTHONPATH": f"{ROOT}:{config.parent}"}]
         )
     if not there:
-        assert ended.status == 1 and "Traceback" not in ended.text, ended.ending
-        assert "listing the data set org/name failed in 1 attempts:" in ended.text, ended.ending
+        assert process.status == 1 and "Traceback" not in process.text, process.ending
+        assert "listing the data set org/name failed in 1 attempts:" in process.text, process.ending
         return
-    assert ended.status == 0, ended.ending
-    assert "Data, web: streamed from 7 shards of" in ended.text
+    assert process.status == 0, process.ending
+    assert "Data, web: streamed from 7 shards of" in process.text
     assert digests(tmp_path / "run") == expected[:2]

@@ -46,11 +46,11 @@ def kind_of(line: Mapping[str, Any]) -> str:
 
 def once(lines: Iterable[Mapping[str, Any]], *, first: int = 1, previews: bool = True) -> None:
     """Each update, evaluation, statistic and picture after update ``first`` - 1 is there once, and nothing else."""
-    found = sorted((kind_of(line), int(line["update"])) for line in lines)
+    pairs = sorted((kind_of(line), int(line["update"])) for line in lines)
     every = range(first, END + 1)
     expected = {"evaluation": every, "statistics": [n for n in every if n % 2 == 0], "update": every}
     expected |= {"preview": [n for n in every if n % 3 == 0]} if previews else {}
-    assert found == sorted((kind, update) for kind, updates in expected.items() for update in updates)
+    assert pairs == sorted((kind, update) for kind, updates in expected.items() for update in updates)
 
 
 @dataclass
@@ -73,39 +73,39 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="module")
-def killed(bench: Bench) -> str:
+def killed_run(bench: Bench) -> str:
     """A run that saves at update 4 and is killed after update 7."""
     with bench.config.open("a") as config:
         config.write(WRITERS.format(interval=SAVE_EVERY_UPDATES, tensorboard=str(bench.folder / "tb")))
-    died = bench.train("killed", KILL_AT=f"update:{KILLED_AT}", SLOW="0.2")
-    assert died.status == -signal.SIGKILL, died.output
+    ending = bench.train("killed", KILL_AT=f"update:{KILLED_AT}", SLOW="0.2")
+    assert ending.status == -signal.SIGKILL, ending.output
     return "killed"
 
 
 @pytest.fixture(scope="module")
-def resumed(bench: Bench, killed: str) -> dict[str, Case]:
+def resumed_cases(bench: Bench, killed_run: str) -> dict[str, Case]:
     """The same config, and another learning rate, which branches off; each with the killed run's event files."""
     cases = {}
     for name, arguments in (("same", ()), ("changed", ("--cfg-options", "optim_wrapper.optimizer.lr=5e-3"))):
-        folder, events, own = bench.copy(killed, name), bench.folder / f"tb-{name}", copy.copy(bench)
+        folder, events, own = bench.copy(killed_run, name), bench.folder / f"tb-{name}", copy.copy(bench)
         shutil.copytree(bench.folder / "tb", events)
         own.config = bench.folder / f"{name}.py"
         own.config.write_text(bench.config.read_text().replace(f"{bench.folder / 'tb'}'", f"{events}'"))
         cases[name] = Case(folder, events)
-        finished = own.train(name, "--resume", "--max-updates", str(END), *arguments)
-        assert finished.status == 0, finished.output
+        ending = own.train(name, "--resume", "--max-updates", str(END), *arguments)
+        assert ending.status == 0, ending.output
     return cases
 
 
-def test_checkpoints_are_saved_and_named_by_update(resumed: dict[str, Case]) -> None:
-    names = sorted(path.name for path in resumed["same"].folder.glob("step_*"))
+def test_checkpoints_are_saved_and_named_by_update(resumed_cases: dict[str, Case]) -> None:
+    names = sorted(path.name for path in resumed_cases["same"].folder.glob("step_*"))
     assert names == [f"step_{SAVE_EVERY_UPDATES}", f"step_{2 * SAVE_EVERY_UPDATES}", f"step_{END}"][-len(names) :]
-    assert (resumed["same"].folder / "last_checkpoint").read_text().strip().endswith(f"step_{END}")
+    assert (resumed_cases["same"].folder / "last_checkpoint").read_text().strip().endswith(f"step_{END}")
 
 
-def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) -> None:
+def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed_cases: dict[str, Case]) -> None:
     """Lines of updates, evaluations, statistics and pictures."""
-    first, second = resumed["same"].offline
+    first, second = resumed_cases["same"].offline
     assert first.run.run_id == second.run.run_id
     once([*first.rows, *second.rows])
     steps = [row["_step"] for row in (*first.rows, *second.rows)]
@@ -113,8 +113,8 @@ def test_one_wandb_run_and_no_line_twice_after_a_kill(resumed: dict[str, Case]) 
     assert first.run.display_name.startswith("UnifiedModel-1x-")
 
 
-def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> None:
-    old, new = resumed["changed"].offline
+def test_changed_values_begin_a_run_of_their_own(resumed_cases: dict[str, Case]) -> None:
+    old, new = resumed_cases["changed"].offline
     assert old.run.run_id != new.run.run_id
     once(new.rows, first=SAVE_EVERY_UPDATES + 1)
     assert new.config["parent_run"] == old.run.run_id and new.config["parent_update"] == SAVE_EVERY_UPDATES
@@ -122,24 +122,24 @@ def test_changed_values_begin_a_run_of_their_own(resumed: dict[str, Case]) -> No
 
 
 @pytest.mark.parametrize("name", ["same", "changed"])
-def test_event_files_hold_each_update_once(resumed: dict[str, Case], name: str) -> None:
+def test_event_files_hold_each_update_once(resumed_cases: dict[str, Case], name: str) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    case = resumed[name]
-    counted = read_lines(case.folder / "metrics.jsonl")
-    once(counted, previews=False)
+    case = resumed_cases[name]
+    lines = read_lines(case.folder / "metrics.jsonl")
+    once(lines, previews=False)
     (of_run,) = case.tensorboard.iterdir()
     events = accumulator.EventAccumulator(str(of_run), size_guidance={"images": 0, "scalars": 0}).Reload()
     for tag in ("loss", "grad_norm", "lr", "val/loss", KINDS["statistics"]):
-        found = [(event.step, event.value) for event in events.Scalars(tag)]
-        assert found == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in counted if tag in line]
+        pairs = [(event.step, event.value) for event in events.Scalars(tag)]
+        assert pairs == [(line["update"], pytest.approx(line[tag], rel=1e-6)) for line in lines if tag in line]
     assert [event.step for event in events.Images("preview")] == [3, 6, 9]
 
 
-def test_each_start_has_a_dated_log(resumed: dict[str, Case]) -> None:
-    logs = sorted((resumed["same"].folder / "logs").glob("train_*.log"))
+def test_each_start_has_a_dated_log(resumed_cases: dict[str, Case]) -> None:
+    logs = sorted((resumed_cases["same"].folder / "logs").glob("train_*.log"))
     assert len(logs) == 2
-    joined = (resumed["same"].folder / "train.log").read_text()
-    assert joined == "".join(path.read_text() for path in logs)
+    whole = (resumed_cases["same"].folder / "train.log").read_text()
+    assert whole == "".join(path.read_text() for path in logs)
 
 
 # ---- the rule, by a writer that keeps what it gets ------------------------------------------------------------------

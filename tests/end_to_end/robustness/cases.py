@@ -113,11 +113,11 @@ def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from nodes(inner, (*path, key))
 
 
-def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+def replace_at(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     if not path:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    copy[path[0]] = replace_at(value[path[0]], path[1:], new)
     return copy
 
 
@@ -131,7 +131,7 @@ def changed_record(draw: random.Random, record: dict[str, Any]) -> Any:
         return less if draw.random() < 0.5 else {**less, draw.choice(["Text", "x", "", "a\0"]): record[key]}
     if how == 1:
         return {**record, draw.choice(["id", "x", "text", "image", "messages"]): draw.choice(WILD)}
-    return replaced(record, path, draw.choice(WILD if how == 2 else PATHS))
+    return replace_at(record, path, draw.choice(WILD if how == 2 else PATHS))
 
 
 def traps(folder: Path) -> None:
@@ -267,12 +267,12 @@ def of_format(draw: random.Random, folder: Path) -> Case:
         file.write_bytes(changed_bytes(draw, file.read_bytes()))
     elif how == "literal":
         at, key = draw.randrange(3), "@@"
-        records[at] = replaced(records[at], draw.choice([*nodes(records[at])][1:]), key)
+        records[at] = replace_at(records[at], draw.choice([*nodes(records[at])][1:]), key)
         write(file, records)
         file.write_text(file.read_text().replace('"@@"', draw.choice(LITERALS)), encoding="utf-8")
     number = None if how == "bytes" else 3
-    named = "" if how == "bytes" else row
-    return Case(f"{suffix}/{how}", file, ("train.jsonl", file.name), named, number, lambda: read(file))
+    row_name = "" if how == "bytes" else row
+    return Case(f"{suffix}/{how}", file, ("train.jsonl", file.name), row_name, number, lambda: read(file))
 
 
 def text_file(draw: random.Random, folder: Path) -> Case:
@@ -285,7 +285,7 @@ def text_file(draw: random.Random, folder: Path) -> Case:
 
 
 @dataclass
-class Pickled:
+class FolderMaker:
     """Writes a file where it is unpickled."""
 
     target: str
@@ -313,7 +313,7 @@ def tar_file(draw: random.Random, folder: Path) -> Case:
         members[at] = (name, content)
     elif how == "pickled":
         new = draw.choice(["1.PKL", "9.pth", "a.pyd", "9.pickle", "../1.txt", "1.txt", "\udcff.txt", "n" * 90 + ".txt"])
-        members.append((new, pickle.dumps(Pickled(str(folder / "unpickled")))))
+        members.append((new, pickle.dumps(FolderMaker(str(folder / "unpickled")))))
     write_tar(file, members, draw.choice([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]))
     raw = file.read_bytes()
     if how == "bytes":

@@ -22,8 +22,8 @@ from tests.data.support import make_processor
 from tests.end_to_end.robustness.cases import Case, case
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.data.batches.display import ShownToken, display_samples
 from unigen_ds.data.batches.loader import collate
-from unigen_ds.data.batches.shown import ShownToken, shown
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.datasets.filters import ImageCountFilter, RatingFilter
 from unigen_ds.data.datasets.subset import apply_filters
@@ -43,68 +43,68 @@ def ending_of(seed: int, number: int, folder: Path) -> tuple[str, str]:
 
     Raises ``Hangs`` after ``LONGEST_S``, and ``AssertionError`` where a file was unpickled.
     """
-    with _alarm(LONGEST_S), _watched():
-        given = case(seed, number, folder)
+    with _alarm(LONGEST_S), _watch():
+        one = case(seed, number, folder)
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            ending = outcome(given, folder, number)
+            ending = outcome(one, folder, number)
         assert not (folder / "unpickled").exists(), "a file was executed"
         assert not _UNPICKLED, f"unpickled: {_UNPICKLED}"
-        return given.kind, ending
+        return one.kind, ending
 
 
-def outcome(given: Case, folder: Path, number: int) -> str:
+def outcome(case: Case, folder: Path, number: int) -> str:
     processor = make_processor()
     try:
-        found = UnifiedGenerationDataset(
-            given.path, processor, name="data", cache_dir=folder / "cache", **given.options
+        dataset = UnifiedGenerationDataset(
+            case.path, processor, name="data", cache_dir=folder / "cache", **case.options
         )
         if number % 5 == 0:
-            found.content_digests()
-            found.filters = (ImageCountFilter(max_images=10**9), RatingFilter(relevance_min_rating=1))
-            apply_filters(found)
-        batches = [collate([(Draw(0, i, 0),)], [found], processor, seq_length=10**9) for i in range(len(found))]
+            dataset.content_digests()
+            dataset.filters = (ImageCountFilter(max_images=10**9), RatingFilter(relevance_min_rating=1))
+            apply_filters(dataset)
+        batches = [collate([(Draw(0, i, 0),)], [dataset], processor, seq_length=10**9) for i in range(len(dataset))]
     except (DataError, ConfigError) as error:
-        return _named(given, error)
-    if given.records is not None:
-        assert len(found) == given.records, f"{len(found)} of {given.records} records"
-    skipped = [one for batch in batches for one in batch.skipped]
-    for one in skipped:
+        return _check_names(case, error)
+    if case.records is not None:
+        assert len(dataset) == case.records, f"{len(dataset)} of {case.records} records"
+    skips = [one for batch in batches for one in batch.skipped]
+    for one in skips:
         assert one["why"] and len(one["why"]) < 3 * _MOST_MESSAGE, one
         one["why"].encode()
-    if given.read is not None:
-        _compare(given, batches, processor, expected=_reference(given))
-    return "skip" if skipped else "sample"
+    if case.read is not None:
+        _compare(case, batches, processor, expected=_reference(case))
+    return "skip" if skips else "sample"
 
 
-def _named(given: Case, error: Exception) -> str:
+def _check_names(case: Case, error: Exception) -> str:
     text = str(error)
     text.encode()  # a log file and a terminal can print it
     assert len(text) < _MOST_MESSAGE, f"a message of {len(text)} characters"
-    assert any(name in text for name in given.names), f"no file is named: {text}"
-    if given.row and not re.search(r"first row|No valid|no image|none of its|twice|cannot be read|no record", text):
-        assert given.row in text, f"the record {given.row} is not named: {text}"
+    assert any(name in text for name in case.names), f"no file is named: {text}"
+    if case.row and not re.search(r"first row|No valid|no image|none of its|twice|cannot be read|no record", text):
+        assert case.row in text, f"the record {case.row} is not named: {text}"
     return "named"
 
 
-def _reference(given: Case) -> list[Any]:
-    assert given.read is not None
+def _reference(case: Case) -> list[Any]:
+    assert case.read is not None
     depth = sys.getrecursionlimit()
     sys.setrecursionlimit(10 * depth)
     try:
-        return given.read()
+        return case.read()
     except Exception as error:
         raise AssertionError(f"it was read, and another reader refuses it: {type(error).__name__}: {error}") from error
     finally:
         sys.setrecursionlimit(depth)
 
 
-def _compare(given: Case, batches: list[PackedBatch], processor: Any, *, expected: list[Any]) -> None:
+def _compare(case: Case, batches: list[PackedBatch], processor: Any, *, expected: list[Any]) -> None:
     """Every text of a record is in its sample."""
     assert len(batches) == len(expected), f"{len(batches)} records, {len(expected)} by another reader"
     for record, batch in zip(expected, batches, strict=True):
         if batch.skipped or not isinstance(record, dict):
             continue
-        (sample,) = shown(batch, processor)
+        (sample,) = display_samples(batch, processor)
         ids = [part.id for part in sample.parts if isinstance(part, ShownToken)]
         learned = bytes(i if i < 256 else 0 for i in ids).decode("utf-8", "replace")
         for text in _texts(record):
@@ -145,7 +145,7 @@ def _hook() -> None:
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[None]:
+def _watch() -> Iterator[None]:
     """Every class that is looked up for unpickling is recorded; the package logs nothing."""
     _hook()
     _UNPICKLED.clear()

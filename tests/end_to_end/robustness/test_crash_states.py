@@ -26,10 +26,10 @@ STATES = 500
 def test_the_last_saved_checkpoint_is_whole_and_resumed_after_a_power_cut_at_any_moment() -> None:
     command = [sys.executable, "benchmarks/crash_states.py", "--engines", "single", "--no-result"]
     options = ["--num", str(STATES), "--resumes", "1", "--seed", "1"]
-    ended = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
-    assert f"{STATES} states, 1 trained to the end, 0 wrong" in ended.stdout
-    ends = {name: int(number) for name, number in re.findall(r"'([a-z ]+)': (\d+)", ended.stdout)}
+    process = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-3000:]
+    assert f"{STATES} states, 1 trained to the end, 0 wrong" in process.stdout
+    ends = {name: int(number) for name, number in re.findall(r"'([a-z ]+)': (\d+)", process.stdout)}
     assert min(ends["fresh"], ends["resume"], ends["resume newer"]) > STATES // 50, "no part was left out"
 
 
@@ -69,9 +69,9 @@ def test_the_model_loses_what_was_not_flushed_and_nothing_else(tmp_path: Path) -
     trees: list[Tree] = [recording.after_cut(total, random.Random(number))[0] for number in range(300)]
     content = bytes(range(1, 201)) * 60
     for tree in trees:
-        (flushed,) = (tree[name] or b"" for name in ("new/flushed", "renamed/flushed") if name in tree)
-        assert flushed.startswith(content) and tree.get("known") in (None, b"befor", before[1]["known"])
-    seen = {(name in tree) for tree in trees for name in ["renamed/flushed"]}
+        (contents,) = (tree[name] or b"" for name in ("new/flushed", "renamed/flushed") if name in tree)
+        assert contents.startswith(content) and tree.get("known") in (None, b"befor", before[1]["known"])
+    states = {(name in tree) for tree in trees for name in ["renamed/flushed"]}
     loose = {tree["loose"] for tree in trees if "loose" in tree}
-    assert seen == {True, False} == {"known" in tree for tree in trees} == {"loose" in tree for tree in trees}
+    assert states == {True, False} == {"known" in tree for tree in trees} == {"loose" in tree for tree in trees}
     assert {b"", content + b"more", bytes(len(content) + 4)} < loose and len(loose) > 20

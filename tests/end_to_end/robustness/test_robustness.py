@@ -15,12 +15,12 @@ NUM, SEED = 300, 1
 
 @pytest.mark.parametrize("part", range(3))
 def test_damaged_data_is_read_skipped_and_counted_or_named(part: int) -> None:
-    found: Counter[str] = Counter()
+    endings: Counter[str] = Counter()
     for number in range(part, NUM, 3):
         with tempfile.TemporaryDirectory(dir=scratch()) as folder:
             try:
-                found[ending_of(SEED, number, Path(folder))[1]] += 1
+                endings[ending_of(SEED, number, Path(folder))[1]] += 1
             except BaseException as error:
                 error.add_note(f"python benchmarks/robustness.py --seed {SEED} --only {number}")
                 raise
-    assert found["named"] > 30 and found["sample"] > 10 and found["skip"] > 3, found
+    assert endings["named"] > 30 and endings["sample"] > 10 and endings["skip"] > 3, endings

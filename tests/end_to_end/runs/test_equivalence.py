@@ -56,20 +56,20 @@ def outcomes(tmp_path_factory, digits) -> dict[tuple[int, int], Outcome]:
 
 def mismatches(a: Outcome, b: Outcome) -> list[str]:
     """What differs: losses and norms by 1e-5, weights by relative L2 1e-5, biases (which begin at 0) 3e-5."""
-    found = []
+    lines = []
     assert len(a.lines) == len(b.lines) == UPDATES
     for one, other in zip(a.lines, b.lines, strict=True):
         for key in ("loss", "loss/text", "loss/image", "grad_norm"):
             if abs(one[key] - other[key]) > 1e-5 * abs(one[key]):
-                found.append(f"update {one['update']} {key}: {one[key]} against {other[key]}")
+                lines.append(f"update {one['update']} {key}: {one[key]} against {other[key]}")
     for name, weight in a.weights.items():
         difference = b.weights[name] - weight
         if has_zero_gradient(name):
             if difference.abs().max() > LR * UPDATES:
-                found.append(f"{name}: {difference.abs().max()}")
+                lines.append(f"{name}: {difference.abs().max()}")
         elif difference.norm() > (3e-5 if name.endswith(".bias") else 1e-5) * weight.norm():
-            found.append(f"{name}: relative {difference.norm() / weight.norm():.2e}")
-    return found
+            lines.append(f"{name}: relative {difference.norm() / weight.norm():.2e}")
+    return lines
 
 
 @pytest.mark.parametrize("cut", CUTS[1:])

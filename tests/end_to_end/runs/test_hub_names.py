@@ -10,8 +10,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from tests.end_to_end.engines.texts import LLM, write_decoder
-from tests.end_to_end.resume.test_checkpoint_dir import train
+from tests.end_to_end.engines.jobs.texts import LLM, write_decoder
+from tests.end_to_end.resume.saving.test_checkpoint_dir import train
 from tests.text_run import WORDS
 from tools.export import main as export
 from tools.generate import main as generate
@@ -24,7 +24,7 @@ from unigen_ds.evaluation.metrics.base import LocalModel
 SHA, OLDER = "a" * 40, "b" * 40
 
 
-def cached(cache: Path, name: str, source: Path, *, sha: str = SHA, refs: tuple[str, ...] = ("main",)) -> Path:
+def cache_model(cache: Path, name: str, source: Path, *, sha: str = SHA, refs: tuple[str, ...] = ("main",)) -> Path:
     """A snapshot of ``source`` in the cache: files are links to blobs, a ref names the commit."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / sha
@@ -47,12 +47,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     words = tmp_path / "words"
     WordTokenizer(words=WORDS).save_pretrained(str(words))
-    cached(tmp_path / "cache", "maker/words", words)
+    cache_model(tmp_path / "cache", "maker/words", words)
     write_decoder(tmp_path / "decoder")
     WordTokenizer(words=WORDS).save_pretrained(str(tmp_path / "decoder"))
     config = json.loads((tmp_path / "decoder" / "config.json").read_text())
     (tmp_path / "decoder" / "config.json").write_text(json.dumps({**config, "bos_token_id": 2, "eos_token_id": 3}))
-    cached(tmp_path / "cache", "maker/decoder", tmp_path / "decoder")
+    cache_model(tmp_path / "cache", "maker/decoder", tmp_path / "decoder")
     return tmp_path / "cache"
 
 
@@ -62,8 +62,8 @@ MODEL = {"type": "DecoderLM", "pretrained": "maker/decoder"}
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     merge([str(checkpoint), str(checkpoint.parent / "merged")])
-    found: dict[str, torch.Tensor] = torch.load(checkpoint.parent / "merged" / "pytorch_model.bin")
-    return found
+    state: dict[str, torch.Tensor] = torch.load(checkpoint.parent / "merged" / "pytorch_model.bin")
+    return state
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -71,17 +71,17 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_run_begins_with_names_and_is_that_of_the_folders(cache: Path, tmp_path: Path) -> None:
-    named = {"model": MODEL, "tokenizer": TOKENIZER}
+    by_name = {"model": MODEL, "tokenizer": TOKENIZER}
     by_path = {"model": {**MODEL, "pretrained": str(tmp_path / "decoder")},
                "tokenizer": {**TOKENIZER, "path": str(tmp_path / "words")}}  # fmt: skip
-    for folder, given in (("a", named), ("b", by_path)):
-        train(tmp_path / folder, **given)
+    for folder, options in (("a", by_name), ("b", by_path)):
+        train(tmp_path / folder, **options)
     first, second = (weights(tmp_path / folder / "run" / "iter_2.pth") for folder in "ab")
     assert same(first, second)
     assert Manifest.read(tmp_path / "a" / "run" / "iter_2.pth").config["model"]["pretrained"] == "maker/decoder"
     log = (tmp_path / "a" / "run" / "train.log").read_text(encoding="utf-8")
     assert log.count("model.pretrained 'maker/decoder' is of the hub: ") == 1 and SHA in log
-    train(tmp_path / "a", updates=3, resume=True, **named)
+    train(tmp_path / "a", updates=3, resume=True, **by_name)
 
 
 def test_weights_alone_and_the_tools(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,13 +96,13 @@ def test_weights_alone_and_the_tools(cache: Path, tmp_path: Path, capsys: pytest
     )
     capsys.readouterr()
     assert merge(["maker/other", "second"]) == 2
-    said = capsys.readouterr().err
-    assert "MODEL 'maker/other' is no folder here, and it cannot be loaded from the hub: " in said
-    assert "Remedy: where there is a network: hf download maker/other --local-dir FOLDER" in said
+    output = capsys.readouterr().err
+    assert "MODEL 'maker/other' is no folder here, and it cannot be loaded from the hub: " in output
+    assert "Remedy: where there is a network: hf download maker/other --local-dir FOLDER" in output
 
 
 def test_a_folder_of_that_name_comes_first(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "maker" / "decoder").mkdir(parents=True)
     assert folder_of("maker/decoder", where="x") == Path("maker/decoder")
-    for given in ("maker/absent", "run/iter_3.pth", "./maker/decoder", "decoder", "/a/b", "a/b/c", "other/iter_3.pth"):
-        assert folder_of(given, where="x") == Path(given), "no name of the hub: the caller reports it"
+    for name in ("maker/absent", "run/iter_3.pth", "./maker/decoder", "decoder", "/a/b", "a/b/c", "other/iter_3.pth"):
+        assert folder_of(name, where="x") == Path(name), "no name of the hub: the caller reports it"

@@ -84,7 +84,7 @@ class Outcome:
         return [i for _, result in self.recorder.updates for i in result.sample_ids]
 
 
-def prepared(work_dir: Path, data: Path, *, hooks: tuple[Any, ...] = (), max_updates: int | None = None, **overrides):
+def prepare(work_dir: Path, data: Path, *, hooks: tuple[Any, ...] = (), max_updates: int | None = None, **overrides):
     """A runner with a recorder among its custom hooks."""
     settings = {
         "train_dataloader__dataset__split": "val",
@@ -99,8 +99,8 @@ def prepared(work_dir: Path, data: Path, *, hooks: tuple[Any, ...] = (), max_upd
     return Outcome(runner, recorder, work_dir)
 
 
-def trained(work_dir: Path, data: Path, **settings: Any) -> Outcome:
-    outcome = prepared(work_dir, data, **settings)
+def train_outcome(work_dir: Path, data: Path, **settings: Any) -> Outcome:
+    outcome = prepare(work_dir, data, **settings)
     outcome.runner.train()
     return outcome
 
@@ -115,7 +115,7 @@ def checkpoints(work_dir: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def two_epochs(tmp_path_factory, digits) -> Outcome:
-    return trained(tmp_path_factory.mktemp("two_epochs"), digits, **limit(max_epochs=2))
+    return train_outcome(tmp_path_factory.mktemp("two_epochs"), digits, **limit(max_epochs=2))
 
 
 # --- the order of calls -------------------------------------------------------------------------------------------
@@ -158,20 +158,20 @@ def test_calls_come_in_the_documented_order(two_epochs):
     ],
 )
 def test_a_run_never_trains_on_more_than_asked(tmp_path, digits, train_cfg, updates):
-    outcome = trained(tmp_path, digits, **limit(**train_cfg))
+    outcome = train_outcome(tmp_path, digits, **limit(**train_cfg))
     assert outcome.progress.updates == len(outcome.recorder.updates) == updates
     assert outcome.progress.sequences == updates * GLOBAL == len(outcome.sample_ids)
     assert outcome.runner.finished and outcome.runner.stop_reason is None
 
 
 def test_max_updates_stops_hard_and_leaves_the_curve_alone(two_epochs, tmp_path, digits):
-    stopped = trained(tmp_path, digits, max_updates=5, **limit(max_epochs=2))
-    assert stopped.progress.updates == 5 and not stopped.runner.finished
-    assert [line["lr"] for line in stopped.lines] == [line["lr"] for line in two_epochs.lines[:5]]
-    assert [line["loss"] for line in stopped.lines] == [line["loss"] for line in two_epochs.lines[:5]]
+    short = train_outcome(tmp_path, digits, max_updates=5, **limit(max_epochs=2))
+    assert short.progress.updates == 5 and not short.runner.finished
+    assert [line["lr"] for line in short.lines] == [line["lr"] for line in two_epochs.lines[:5]]
+    assert [line["loss"] for line in short.lines] == [line["loss"] for line in two_epochs.lines[:5]]
     (checkpoint,) = checkpoints(tmp_path)
     manifest, whole = (Manifest.read(path) for path in (checkpoint, *checkpoints(two_epochs.work_dir)))
-    assert checkpoint.name == "iter_10.pth" and manifest.progress == stopped.progress
+    assert checkpoint.name == "iter_10.pth" and manifest.progress == short.progress
     text = (checkpoint / "config.py").read_text()
     assert compile(text, "config.py", "exec") and f"from {__name__} import Recorder" in text, "a class is imported"
     assert manifest.schedule == whole.schedule and manifest.schedule["total_sequences"] == 2 * EPOCH
@@ -184,17 +184,17 @@ DAMAGED = (3, 40, 41, 250)
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory) -> tuple[Path, dict[str, str]]:
+def damaged_digits(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """The digits with four files cut off behind their header; and {record: file} of what was lost."""
     root = write_digits(tmp_path_factory.mktemp("damaged") / "digits")
     records = [json.loads(line) for line in (root / "val.jsonl").read_text().splitlines()]
-    lost = {}
+    bad = {}
     for digit in DAMAGED:
         for index in (2 * digit, 2 * digit + 1):
             (file,) = {turn["image_path"] for turn in records[index]["conversations"] if turn.get("image_path")}
-            lost[f"digits_val:{index}:0"] = file
+            bad[f"digits_val:{index}:0"] = file
         (root / file).write_bytes((root / file).read_bytes()[:45])
-    return root, lost
+    return root, bad
 
 
 def tokens_of(runner: Runner, sample_id: str) -> int:
@@ -204,32 +204,32 @@ def tokens_of(runner: Runner, sample_id: str) -> int:
     return (patches + 2) + (4 + 2)
 
 
-def test_undecodable_samples_are_counted_and_named(damaged, tmp_path):
-    root, lost = damaged
-    outcome = trained(tmp_path, root, train_dataloader__max_skipped_fraction=0.05, **limit(max_epochs=1))
-    seen = {i: n for n, (_, result) in enumerate(outcome.recorder.updates, 1) for i in result.sample_ids if i in lost}
-    named = read_lines(tmp_path / "skipped_samples.jsonl")
-    assert len(seen) >= 6, "an epoch without its last 34 records meets nearly all of them"
-    assert {record["sample"]: record["update"] for record in named} == seen and len(named) == len(seen)
-    assert all(record["path"].endswith(lost[record["sample"]]) and record["why"] for record in named)
+def test_undecodable_samples_are_counted_and_named(damaged_digits, tmp_path):
+    root, bad = damaged_digits
+    outcome = train_outcome(tmp_path, root, train_dataloader__max_skipped_fraction=0.05, **limit(max_epochs=1))
+    updates = {i: n for n, (_, result) in enumerate(outcome.recorder.updates, 1) for i in result.sample_ids if i in bad}
+    records = read_lines(tmp_path / "skipped_samples.jsonl")
+    assert len(updates) >= 6, "an epoch without its last 34 records meets nearly all of them"
+    assert {record["sample"]: record["update"] for record in records} == updates and len(records) == len(updates)
+    assert all(record["path"].endswith(bad[record["sample"]]) and record["why"] for record in records)
     ledger = read_lines(tmp_path / "ledger.jsonl")
-    assert [line["skipped"] for line in ledger] == [list(seen.values()).count(line["update"]) for line in ledger]
+    assert [line["skipped"] for line in ledger] == [list(updates.values()).count(line["update"]) for line in ledger]
     assert outcome.progress.samples == outcome.progress.sequences, "a skipped sample is consumed"
     assert outcome.progress.tokens == sum(tokens_of(outcome.runner, i) for i in outcome.sample_ids), "as is its length"
     assert outcome.progress.skipped_updates == 0
 
 
-def test_too_many_of_them_stop_the_run(damaged, tmp_path):
-    root, lost = damaged
-    outcome = prepared(tmp_path, root, train_dataloader__max_skipped_fraction=0.0001, **limit(max_epochs=1))
+def test_too_many_of_them_stop_the_run(damaged_digits, tmp_path):
+    root, bad = damaged_digits
+    outcome = prepare(tmp_path, root, train_dataloader__max_skipped_fraction=0.0001, **limit(max_epochs=1))
     with pytest.raises(DataError, match=r"\d+ of \d+ samples could not be decoded.*max_skipped_fraction = 0\.0001"):
         outcome.runner.train()
     assert isinstance(outcome.recorder.error, DataError)
     assert outcome.progress.samples >= 100, "a share of fewer samples says nothing"
-    named = {record["sample"] for record in read_lines(tmp_path / "skipped_samples.jsonl")}
+    names = {record["sample"] for record in read_lines(tmp_path / "skipped_samples.jsonl")}
     ids = [i for batch in outcome.recorder.batches for i in batch.sample_ids]
-    assert named == set(ids) & set(lost) and len(named) / outcome.progress.samples > 0.002
-    (saved,) = checkpoints(tmp_path)
-    assert Manifest.read(saved).progress == outcome.progress, "nothing that was trained is lost"
+    assert names == set(ids) & set(bad) and len(names) / outcome.progress.samples > 0.002
+    (checkpoint,) = checkpoints(tmp_path)
+    assert Manifest.read(checkpoint).progress == outcome.progress, "nothing that was trained is lost"
     more = {"resume": True, "train_dataloader__max_skipped_fraction": 0.1}
-    assert trained(tmp_path, root, **more, **limit(max_epochs=1)).progress.updates > outcome.progress.updates
+    assert train_outcome(tmp_path, root, **more, **limit(max_epochs=1)).progress.updates > outcome.progress.updates

@@ -21,9 +21,9 @@ import pytest
 
 from tests.data.support import picture
 from tests.data.text.chat_support import character_tokenizer
-from tests.end_to_end.engines.users import write_parts
-from tests.golden_files import BAGEL, NANOVLM
-from tests.processes import ROOT, ranks
+from tests.end_to_end.engines.jobs.users import write_parts
+from tests.support.golden_files import BAGEL, NANOVLM
+from tests.support.processes import ROOT, ranks
 from unigen_ds.config.overrides import parse_override
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.families.bagel.published import FILES
@@ -85,9 +85,9 @@ class Page:
             getattr(self, "_" + kind.removeprefix("--").replace("-", "_"))(words)
 
     def _pip(self, words: list[str]) -> None:
-        named = next(re.findall(r"\[(.*)\]", word)[0] for word in words if "[" in word)
+        names = next(re.findall(r"\[(.*)\]", word)[0] for word in words if "[" in word)
         extras = (ROOT / "setup.py").read_text(encoding="utf-8").partition("extras_require")[2]
-        assert all(f'"{extra}": ' in extras for extra in named.split(","))
+        assert all(f'"{extra}": ' in extras for extra in names.split(","))
 
     def _hf(self, words: list[str]) -> None:
         repository, folder = words[1], self.folder / words[words.index("--local-dir") + 1]
@@ -110,12 +110,12 @@ class Page:
         assert importlib.import_module(f"tools.{tool}").main(words) == 0, words
 
     def _torchrun(self, words: list[str]) -> None:
-        self._trained(int(words[1]), words[3:])
+        self._train_run(int(words[1]), words[3:])
 
     def _deepspeed(self, words: list[str]) -> None:
-        self._trained(int(words[1]), words[3:])
+        self._train_run(int(words[1]), words[3:])
 
-    def _trained(self, processes: int, words: list[str]) -> None:
+    def _train_run(self, processes: int, words: list[str]) -> None:
         """One update more of the recipe, with its own engine."""
         recipe = words[0]
         self.updates[recipe] += 1
@@ -123,12 +123,12 @@ class Page:
         size, small = 1 + sharded, [*words, *self.small, *(["backend.num_shard=2"] * sharded)]
         until = ["--max-updates", str(self.updates[recipe])]
         command = [sys.executable, str(ROOT / "tools" / "train.py"), small[0], *until, *small[1:]]
-        ended = ranks(command, world_size=size, cwd=self.folder)
-        assert [one.status for one in ended] == [0] * size, ended[0].ending
+        results = ranks(command, world_size=size, cwd=self.folder)
+        assert [one.status for one in results] == [0] * size, results[0].ending
 
     def lines(self, recipe: str) -> list[Mapping[str, Any]]:
-        found = read_lines(self.folder / "work_dirs" / recipe / "metrics.jsonl")
-        return [line for line in found if "loss" in line]
+        rows = read_lines(self.folder / "work_dirs" / recipe / "metrics.jsonl")
+        return [line for line in rows if "loss" in line]
 
     def log(self, recipe: str) -> str:
         return (self.folder / "work_dirs" / recipe / "train.log").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.resume.test_checkpoint_dir import train
+from tests.end_to_end.resume.saving.test_checkpoint_dir import train
 from tests.text_run import log, text_config
 from tools.evaluate import main as evaluate
 from tools.resume import main as resume
@@ -31,24 +31,24 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     return computes
 
 
-def saved(folder: Path, number: int) -> tuple[str, str]:
+def precisions_of(folder: Path, number: int) -> tuple[str, str]:
     """The precision of the engine and that of the config, as a checkpoint has them."""
     manifest = Manifest.read(folder / "run" / f"iter_{number}.pth")
     return manifest.topology["precision"], manifest.config["optim_wrapper"]["precision"]
 
 
-@pytest.mark.parametrize(("bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_it_follows_the_device_and_a_resume_keeps_it(tmp_path: Path, device: Any, bf16: bool, chosen: str) -> None:
+@pytest.mark.parametrize(("bf16", "choice"), [(True, "bf16"), (False, "fp16")])
+def test_it_follows_the_device_and_a_resume_keeps_it(tmp_path: Path, device: Any, bf16: bool, choice: str) -> None:
     device(bf16)
     runner = train(tmp_path, **AUTO)
-    assert saved(tmp_path, 2) == (chosen, chosen) == (runner.backend.topology()["precision"],) * 2
-    assert f"optim_wrapper.precision is 'auto': this run computes in {chosen}, as this device computes it." in log(
+    assert precisions_of(tmp_path, 2) == (choice, choice) == (runner.backend.topology()["precision"],) * 2
+    assert f"optim_wrapper.precision is 'auto': this run computes in {choice}, as this device computes it." in log(
         tmp_path
     )
     device(True)
     train(tmp_path, updates=3, resume=True, **AUTO)
-    assert saved(tmp_path, 3) == (chosen, chosen)
-    assert f"this run computes in {chosen}, as the checkpoint has it." in log(tmp_path)
+    assert precisions_of(tmp_path, 3) == (choice, choice)
+    assert f"this run computes in {choice}, as the checkpoint has it." in log(tmp_path)
     assert "Checklist, precision" not in log(tmp_path) and "Checklist, config.edited" not in log(tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_a_device_that_cannot_keep_it_is_a_finding(
     assert resume([str(tmp_path / "config.py"), "--cfg-options", *options, "custom_hooks=[]"]) == 0
     assert "bf16  ->  fp16" in capsys.readouterr().out
     train(tmp_path, updates=3, resume=True, **AUTO)
-    assert saved(tmp_path, 3) == ("fp16", "fp16")
+    assert precisions_of(tmp_path, 3) == ("fp16", "fp16")
     assert "Checklist, precision: bf16 -> fp16. masters and moments are fp32 in all" in log(tmp_path)
 
 
@@ -75,10 +75,10 @@ def test_an_evaluation_computes_as_the_training_did(tmp_path: Path, capsys: pyte
 def test_another_number_of_processes_than_the_configs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         Runner.from_cfg(text_config(tmp_path, [{"text": "one"}], world_size=8))
-    assert "world_size is 8, and 1 process was started" in str(caught.value)
-    assert "torchrun --nproc_per_node 8" in str(caught.value) and "world_size=1" in str(caught.value)
+    assert "world_size is 8, and 1 process was started" in str(error.value)
+    assert "torchrun --nproc_per_node 8" in str(error.value) and "world_size=1" in str(error.value)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="world_size is 3, and 2 processes were started"):
         Runner.from_cfg(text_config(tmp_path, [{"text": "one"}], world_size=3, backend={"type": "fsdp"}))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.data.text.chat_support import character_tokenizer
-from tests.end_to_end.engines.pictures import write_talks
-from tests.end_to_end.engines.texts import write_decoder
-from tests.golden_files import NANOVLM
+from tests.end_to_end.engines.jobs.pictures import write_talks
+from tests.end_to_end.engines.jobs.texts import write_decoder
+from tests.support.golden_files import NANOVLM
 from unigen_ds.data.text.tokenizers import WordTokenizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model
@@ -29,10 +29,10 @@ SMALL = {
 TEMPLATE = json.loads((NANOVLM / "config.json").read_text(encoding="utf-8"))["lm_chat_template"]
 
 
-def trained(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+def train_recipe(name: str, tmp_path: Path, changes: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Two updates of a recipe: its lines of metrics, and its log."""
-    made = load_config(name, {**SMALL, **changes, "work_dir": str(tmp_path / "run")})
-    Runner.from_cfg(made, max_updates=2).train()
+    settings = load_config(name, {**SMALL, **changes, "work_dir": str(tmp_path / "run")})
+    Runner.from_cfg(settings, max_updates=2).train()
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     return lines, (tmp_path / "run" / "train.log").read_text()
 
@@ -41,7 +41,7 @@ def test_a_recipe_of_nanovlm_trains(tmp_path: Path) -> None:
     """With nanoVLM's own chat template; each checkpoint also is a directory that nanoVLM loads."""
     write_talks(tmp_path / "talks")
     character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(tmp_path / "chat")
-    lines, log = trained("nanovlm_460m", tmp_path, {
+    lines, log = train_recipe("nanovlm_460m", tmp_path, {
         "model.pretrained": str(NANOVLM), "model.llm": None, "model.vit": None, "model.pixel_shuffle_factor": None,
         "tokenizer.path": str(tmp_path / "chat"),
         "train_dataloader.dataset.data_path": str(tmp_path / "talks" / "mixed.jsonl"),
@@ -51,9 +51,9 @@ def test_a_recipe_of_nanovlm_trains(tmp_path: Path) -> None:
         "custom_hooks": [{"type": "SavePretrainedHook"}],
     })  # fmt: skip
     assert [line["update"] for line in lines] == [1, 2] and "First update: losses text" in log
-    written = tmp_path / "run" / "pretrained" / "iter_2"
-    assert json.loads((written / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
-    model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", written))
+    folder = tmp_path / "run" / "pretrained" / "iter_2"
+    assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["lm_chat_template"] == TEMPLATE
+    model, again = (open_model(path)[0].state_dict() for path in (tmp_path / "run", folder))
     assert model.keys() == again.keys() and all(torch.equal(model[key], again[key]) for key in model)
 
 
@@ -63,7 +63,7 @@ def test_the_larger_decoder_trains(tmp_path: Path) -> None:
     WordTokenizer(words=WORDS).save_pretrained(str(tmp_path / "llama"))
     records = [{"text": " ".join(WORDS[(i + k) % 10] for k in range(2 + i % 12))} for i in range(60)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-    lines, log = trained("decoder_lm_300m", tmp_path, {
+    lines, log = train_recipe("decoder_lm_300m", tmp_path, {
         "model.pretrained": str(tmp_path / "llama"), "model.llm": None,
         "tokenizer.path": str(tmp_path / "llama"), "tokenizer.bos": "<|im_start|>", "tokenizer.eos": "<|im_end|>",
         "train_dataloader.dataset.data_path": str(tmp_path / "train.jsonl"), "train_dataloader.batch_size": 2,
@@ -76,9 +76,9 @@ def test_the_larger_decoder_trains(tmp_path: Path) -> None:
                                               ("bagel_from_parts", "fsdp")])  # fmt: skip
 def test_a_recipe_of_bagel_has_its_engine_and_numbers(name: str, engine: str) -> None:
     """Those of BAGEL's own fine-tuning command; a sequence has room for one edit of its largest images."""
-    made = load_config(name, {"work_dir": "run"})
-    assert made["backend"]["type"] == engine and made["model"]["activation_checkpointing"] is True
-    assert made["custom_hooks"] == [{"type": "EMAHook", "momentum": 0.0001}]
-    vae, vit = (made["processor"][f"{kind}_transform"] for kind in ("vae", "vit"))
+    settings = load_config(name, {"work_dir": "run"})
+    assert settings["backend"]["type"] == engine and settings["model"]["activation_checkpointing"] is True
+    assert settings["custom_hooks"] == [{"type": "EMAHook", "momentum": 0.0001}]
+    vae, vit = (settings["processor"][f"{kind}_transform"] for kind in ("vae", "vit"))
     edit = 2 * (vae["max_size"] // vae["stride"]) ** 2 + (vit["max_size"] // vit["stride"]) ** 2
-    assert edit + 500 < made["train_dataloader"]["seq_length"], "two latents and a read image, and the text"
+    assert edit + 500 < settings["train_dataloader"]["seq_length"], "two latents and a read image, and the text"

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry, split_global_batch
 from unigen_ds.runner import Runner
 
 
-def refused(tmp_path: Path, *arguments: str, **environment: str) -> str:
+def refusal(tmp_path: Path, *arguments: str, **environment: str) -> str:
     """Run the tool; it must exit with 2, and leave no work dir. Returns what it said."""
     command = [sys.executable, str(ROOT / "tools" / "train.py"), "unified_digits"]
     command += ["--work-dir", str(tmp_path / "run"), *arguments]
-    done = run(command, env={**os.environ, **environment}, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr
+    process = run(command, env={**os.environ, **environment}, text=True, timeout=120)
+    assert process.returncode == 2, process.stderr
     assert not (tmp_path / "run").exists()
-    return done.stderr
+    return process.stderr
 
 
 @pytest.fixture
@@ -36,12 +36,12 @@ def busy_port():
 
 def test_a_port_in_use_is_named_with_a_free_one(tmp_path, busy_port):
     processes = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    said = refused(tmp_path, "--backend", "fsdp", MASTER_PORT=str(busy_port), **processes)
-    assert f"MASTER_PORT {busy_port} cannot be opened" in said and "is free just now" in said
+    message = refusal(tmp_path, "--backend", "fsdp", MASTER_PORT=str(busy_port), **processes)
+    assert f"MASTER_PORT {busy_port} cannot be opened" in message and "is free just now" in message
 
 
 @pytest.mark.parametrize(
-    ("launcher", "variables", "said"),
+    ("launcher", "variables", "message"),
     [
         ("none", {"LOCAL_WORLD_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
         ("mpi", {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "num_shard is 4 and there are 6 process"),
@@ -49,7 +49,7 @@ def test_a_port_in_use_is_named_with_a_free_one(tmp_path, busy_port):
         ("none", {}, "does not report the processes of a node.* Remedy: num_shard=N"),
     ],
 )
-def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, launcher, variables, said):
+def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, launcher, variables, message):
     """What HYBRID_SHARD shards over where ``num_shard`` is left out; here no divisor of the 6 processes."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
@@ -62,16 +62,16 @@ def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, lau
         monkeypatch.setenv(name, value)
     backend = {"type": "fsdp", "sharding_strategy": "HYBRID_SHARD"}
     config = tiny_config(tmp_path / "run", tmp_path / "digits", backend=backend, launcher=launcher)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Runner.from_cfg(config)
 
 
 def test_a_global_batch_that_cannot_be_split_names_the_nearest(tmp_path):
     options = ["train_dataloader.batch_size=null", "train_dataloader.global_batch_size=100"]
-    said = refused(
+    message = refusal(
         tmp_path, "--backend", "fsdp", "--cfg-options", *options, "optim_wrapper.accumulative_counts=3", WORLD_SIZE="4"
     )
-    assert "100" in said and "the nearest are 96 and 108" in said
+    assert "100" in message and "the nearest are 96 and 108" in message
 
 
 def test_a_global_batch_is_split_evenly():

@@ -22,7 +22,7 @@ HEADS = {"text": "language_model.lm_head.weight", "image": "llm2vae.weight"}
 """The weights that one term of the loss alone reaches."""
 
 
-def trained(work_dir: Path, data: Path, *, max_updates: int, **overrides: Any) -> list[dict[str, Any]]:
+def train_lines(work_dir: Path, data: Path, *, max_updates: int, **overrides: Any) -> list[dict[str, Any]]:
     """The metrics of a run without packing, dropout, decay and curve."""
     settings = {
         "train_dataloader__dataset__split": "val",
@@ -49,26 +49,26 @@ def last_weights(work_dir: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def weighted(tmp_path_factory, digits) -> dict[str, tuple[list[dict[str, Any]], dict[str, Tensor]]]:
     """Metrics and last weights of two updates, with several ``loss_weights``."""
-    given = {
+    cases = {
         "none": {},
         "doubled": {"text": 2.0, "image": 2.0},
         "unlike": {"text": 0.25, "image": 4.0},
         "without text": {"text": 0.0},
         "without image": {"image": 0.0},
     }
-    found = {}
-    for name, weights in given.items():
+    runs = {}
+    for name, weights in cases.items():
         folder = tmp_path_factory.mktemp("run")
-        found[name] = (trained(folder, digits, max_updates=2, loss_weights=weights), last_weights(folder))
+        runs[name] = (train_lines(folder, digits, max_updates=2, loss_weights=weights), last_weights(folder))
     runner = Runner.from_cfg(tiny_config(tmp_path_factory.mktemp("start"), digits))
-    found["start"] = ([], dict(runner.backend.model.state_dict()))
-    return found
+    runs["start"] = ([], dict(runner.backend.model.state_dict()))
+    return runs
 
 
 def test_twice_the_weights_are_twice_the_gradient(weighted):
     """Exactly: a factor of 2 rounds nothing."""
-    (plain, *_), (doubled, *_) = weighted["none"][0], weighted["doubled"][0]
-    assert doubled["loss"] == 2 * plain["loss"] and doubled["grad_norm"] == 2 * plain["grad_norm"]
+    (plain, *_), (double, *_) = weighted["none"][0], weighted["doubled"][0]
+    assert double["loss"] == 2 * plain["loss"] and double["grad_norm"] == 2 * plain["grad_norm"]
 
 
 def test_the_logged_loss_is_the_weighted_sum(weighted):
@@ -94,12 +94,12 @@ def test_a_term_of_weight_zero_moves_nothing(weighted, term, other):
 class Storages(Hook):
     """Where the tensors of each batch are that reaches the training loop, and whether that is page-locked memory."""
 
-    seen: ClassVar[list[set[int]]] = []
+    pointers: ClassVar[list[set[int]]] = []
     locked: ClassVar[list[bool]] = []
 
     def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
         tensors = [value for value in vars(batch).values() if isinstance(value, Tensor) and value.numel()]
-        self.seen.append({tensor.untyped_storage().data_ptr() for tensor in tensors})
+        self.pointers.append({tensor.untyped_storage().data_ptr() for tensor in tensors})
         self.locked.append(torch.cuda.is_available() and all(tensor.is_pinned() for tensor in tensors))
 
 
@@ -107,29 +107,29 @@ class Storages(Hook):
 @pytest.mark.parametrize("pin_memory", [True, False])
 def test_batches_come_from_page_locked_memory_if_asked_for(tmp_path, digits, monkeypatch, pin_memory, num_workers):
     """Without CUDA: torch's real loader, which is told of an accelerator; the page-locked copy alone is a plain one."""
-    pinned: list[Tensor] = []
+    copies: list[Tensor] = []
 
-    def copied(block: Tensor) -> Tensor:
-        pinned.append(block.clone())
-        return pinned[-1]
+    def copy(block: Tensor) -> Tensor:
+        copies.append(block.clone())
+        return copies[-1]
 
     real = torch.cuda.is_available()
     if not real:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        monkeypatch.setattr(Tensor, "pin_memory", copied)
-    Storages.seen.clear()
+        monkeypatch.setattr(Tensor, "pin_memory", copy)
+    Storages.pointers.clear()
     Storages.locked.clear()
     settings = {"train_dataloader__pin_memory": pin_memory, "train_dataloader__num_workers": num_workers}
-    trained(tmp_path, digits, max_updates=2, custom_hooks=[dict(type=Storages)], **settings)
-    blocks = {block.untyped_storage().data_ptr() for block in pinned}
+    train_lines(tmp_path, digits, max_updates=2, custom_hooks=[dict(type=Storages)], **settings)
+    blocks = {block.untyped_storage().data_ptr() for block in copies}
     if pin_memory:
-        assert all(len(found) == 1 for found in Storages.seen), "one block a batch, for one copy"
+        assert all(len(one) == 1 for one in Storages.pointers), "one block a batch, for one copy"
     elif num_workers:
-        assert all(len(found) == 1 for found in Storages.seen), "one block of memory, the patches made of bytes too"
-    assert len(Storages.seen) == 4
-    assert (Storages.locked if real else [found <= blocks for found in Storages.seen]) == [pin_memory] * 4
+        assert all(len(one) == 1 for one in Storages.pointers), "one block of memory, the patches made of bytes too"
+    assert len(Storages.pointers) == 4
+    assert (Storages.locked if real else [one <= blocks for one in Storages.pointers]) == [pin_memory] * 4
 
 
 # --- the end of an epoch ------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_iterations_of_an_epoch(tmp_path, digits, drop_last, iterations):
 def test_the_last_iteration_of_an_epoch_is_left_out_or_filled_up(tmp_path, digits, drop_last, iterations, samples):
     """100 records, 16 an iteration: with ``drop_last=False`` the last iteration has 4 records and 12 empty rows."""
     settings = pairs(100, batch_size=16, drop_last=drop_last)
-    lines = trained(tmp_path, digits, max_updates=99, **settings, train_cfg={"max_epochs": 1})
+    lines = train_lines(tmp_path, digits, max_updates=99, **settings, train_cfg={"max_epochs": 1})
     assert [line["iteration"] for line in lines] == list(range(1, iterations + 1))
     assert (lines[-1]["samples"], lines[-1]["epoch"]) == (samples, 1.0)
 
@@ -187,12 +187,12 @@ def test_layers_are_computed_again_in_the_backward_pass_if_asked_for(tmp_path, d
     config = tiny_config(tmp_path, digits, train_dataloader__dataset__split="val", train_dataloader__batch_size=2,
                          optim_wrapper__accumulative_counts=1, model__activation_checkpointing=recompute)  # fmt: skip
     runner = Runner.from_cfg(config, max_updates=1)
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     layers = [name for name, _ in runner.backend.model.named_modules() if re.search(r"\blayers\.\d+$", name)]
     for name in layers:  # a save computes the loss once more, without gradients
         runner.backend.model.get_submodule(name).register_forward_pre_hook(
-            lambda *_, name=name: seen.update([name] * torch.is_grad_enabled())
+            lambda *_, name=name: counts.update([name] * torch.is_grad_enabled())
         )
     runner.train()
     assert {name.partition(".")[0] for name in layers} == {"language_model", "vit_model"}
-    assert seen == dict.fromkeys(layers, calls)
+    assert counts == dict.fromkeys(layers, calls)

@@ -27,9 +27,9 @@ def test_a_start_under_deepspeed_has_our_lines_alone(tmp_path: Path) -> None:
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"), "PATH": str(tmp_path)}
     for tool, *options in (["plan.py", "--only", "--world-size", "2"], ["train.py"]):
         command = [sys.executable, f"tools/{tool}", str(config), "--backend", "deepspeed:zero3", *options]
-        found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        assert found.returncode == 0, found.stderr
+        process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr
     assert [path for path in (tmp_path / "built").rglob("*") if path.is_file()] == [baton]
-    lines = [*found.stdout.splitlines(), *found.stderr.splitlines()]
+    lines = [*process.stdout.splitlines(), *process.stderr.splitlines()]
     ours = re.compile(r"\d\d:\d\d:\d\d (INFO|WARNING) ")
     assert [line for line in lines if not ours.match(line)] == [] and len(lines) > 3

@@ -42,32 +42,32 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def changed(config: Any, path: tuple[Any, ...], value: Any) -> Any:
-    found = copy.deepcopy(config)
-    node = found._cfg_dict
+def change_value(config: Any, path: tuple[Any, ...], value: Any) -> Any:
+    result = copy.deepcopy(config)
+    node = result._cfg_dict
     for key in path[:-1]:
         node = node[key]
     if value is DELETED:
         del node[path[-1]]
     else:
         node[path[-1]] = copy.deepcopy(value)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("path", EVERYWHERE, ids=lambda path: ".".join(map(str, path)))
 def test_a_wrong_value_is_an_error_of_ours(config: Any, path: tuple[Any, ...]) -> None:
-    refused = 0
+    count = 0
     for value in VALUES:
         try:
-            Runner.from_cfg(changed(config, path, value), max_updates=1)
+            Runner.from_cfg(change_value(config, path, value), max_updates=1)
         except UnigenError as error:
             assert str(error)
-            refused += 1
-    assert refused, "not one of these values was looked at"
+            count += 1
+    assert count, "not one of these values was looked at"
 
 
 def test_an_empty_default_hook_is_the_default_and_none_removes_it(config: Any) -> None:
-    empty = Runner.from_cfg(changed(config, ("default_hooks", "checkpoint"), {}), max_updates=1)
-    none = Runner.from_cfg(changed(config, ("default_hooks", "checkpoint"), None), max_updates=1)
+    empty = Runner.from_cfg(change_value(config, ("default_hooks", "checkpoint"), {}), max_updates=1)
+    none = Runner.from_cfg(change_value(config, ("default_hooks", "checkpoint"), None), max_updates=1)
     assert [hook.name for hook in empty.hooks].count("checkpoint") == 1
     assert [hook.name for hook in none.hooks].count("checkpoint") == 0

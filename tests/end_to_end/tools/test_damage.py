@@ -13,11 +13,11 @@ import pytest
 
 from tests.checkpoint.support import flip_byte, tree
 from tests.end_to_end.engines.launch import want
-from tests.end_to_end.resume.test_reading import (
+from tests.end_to_end.resume.other_trainers.test_reading import (
     config,
     data,  # noqa: F401 - a fixture
 )
-from tests.processes import ROOT, run
+from tests.support.processes import ROOT, run
 from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
@@ -36,7 +36,7 @@ Main = Callable[[list[str]], int]
 
 
 @pytest.fixture(scope="module")
-def trained(data: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def origin(data: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     """A checkpoint with an average and a tokenizer, of the layout of ``single``."""
     runner = Runner.from_cfg(config(data, tmp_path_factory.mktemp("trained") / "run"))
     runner.train()
@@ -49,9 +49,9 @@ def flips(folder: Path) -> Iterator[str]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != DIGESTS):
         content = path.read_bytes()
         for at, bit in ((0, 1), (len(content) // 3, 2), (len(content) // 2, 1), (len(content) - 1, 4)):
-            damaged = bytearray(content)
-            damaged[at] ^= bit
-            path.write_bytes(damaged)
+            bad = bytearray(content)
+            bad[at] ^= bit
+            path.write_bytes(bad)
             yield path.relative_to(folder).as_posix()
         path.write_bytes(content)
 
@@ -68,9 +68,9 @@ def of_tools(source: Path, data: dict, out: Path) -> dict[str, tuple[Main, list[
 
 
 def test_of_a_checkpoint(
-    data: dict, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    data: dict, origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
-    checkpoint, out = Path(shutil.copytree(trained, tmp_path / "iter_2.pth")), tmp_path / "out"
+    checkpoint, out = Path(shutil.copytree(origin, tmp_path / "iter_2.pth")), tmp_path / "out"
     tools = of_tools(checkpoint, data, out)
     number = 0
     for name in flips(checkpoint):
@@ -82,12 +82,12 @@ def test_of_a_checkpoint(
     assert number > 100
     flip_byte(checkpoint / "model.safetensors")
     line = [sys.executable, str(ROOT / "tools" / "zero_to_fp32.py"), str(checkpoint), str(out)]
-    ended = run(line, cwd=tmp_path, text=True)
-    assert ended.returncode == 1 and "model.safetensors has changed since" in ended.stderr and not out.exists()
+    process = run(line, cwd=tmp_path, text=True)
+    assert process.returncode == 1 and "model.safetensors has changed since" in process.stderr and not out.exists()
 
 
-def test_what_a_tool_does_not_read_may_be_damaged(trained: Path, tmp_path: Path) -> None:
-    checkpoint = Path(shutil.copytree(trained, tmp_path / "iter_2.pth"))
+def test_what_a_tool_does_not_read_may_be_damaged(origin: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(origin, tmp_path / "iter_2.pth"))
     assert merge([str(checkpoint), str(tmp_path / "whole")]) == 0
     for path in [*checkpoint.rglob("rng/*"), checkpoint / "optimizer.safetensors"]:
         flip_byte(path)
@@ -113,11 +113,11 @@ def test_of_every_layout(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_of_an_export(
-    data: dict, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    data: dict, origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
     """Published directories and merged files, by every reader; without ``digests.json`` they are as those of others."""
-    folder, merged, out = tmp_path / "folder", tmp_path / "merged", tmp_path / "out"
-    assert export([str(trained), str(folder)]) == 0 and merge([str(trained), str(merged)]) == 0
+    folder, bins, out = tmp_path / "folder", tmp_path / "merged", tmp_path / "out"
+    assert export([str(origin), str(folder)]) == 0 and merge([str(origin), str(bins)]) == 0
     tools = of_tools(folder, data, out)
     start: dict[str, Any] = {"model": {"type": "DecoderLM", "pretrained": str(folder)}}
     for file in flips(folder):
@@ -128,14 +128,14 @@ def test_of_an_export(
             shutil.rmtree(out, ignore_errors=True)
         with pytest.raises(CheckpointError, match=f"{file} has changed since"):
             HubRepo("owner/name").upload(folder)
-    for file, given, readers in (
+    for file, options, readers in (
         (folder / "model.safetensors", start, ()),
-        (merged / "pytorch_model.bin", {"load_from": str(merged)}, (merge, export)),
+        (bins / "pytorch_model.bin", {"load_from": str(bins)}, (merge, export)),
     ):
         flip_byte(file)
         for reader in readers:
             assert reader([str(file.parent), str(out)]) == 1 and f"{file.name} has changed" in capsys.readouterr().err
         with pytest.raises(CheckpointError, match=f"{file.name} has changed since"):
-            Runner.from_cfg(config(data, tmp_path / "run", **given)).train()
+            Runner.from_cfg(config(data, tmp_path / "run", **options)).train()
         (file.parent / DIGESTS).unlink()
-        Runner.from_cfg(config(data, tmp_path / f"of {file.parent.name}", **given)).train()
+        Runner.from_cfg(config(data, tmp_path / f"of {file.parent.name}", **options)).train()

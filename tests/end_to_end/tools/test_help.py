@@ -32,26 +32,26 @@ print('the runner imported', *(name for name in sys.argv[3].split(',') if name i
 
 
 @pytest.fixture(scope="module")
-def done() -> subprocess.CompletedProcess[str]:
+def process() -> subprocess.CompletedProcess[str]:
     """One process for all of them: what one imports would show at the next one, too."""
     assert {"train", "resume", "inspect_data", "checkpoints", "generate", "export", "zero_to_fp32"} <= set(TOOLS)
     command = [sys.executable, "-c", CODE, ",".join(TOOLS), ",".join(LARGE), ",".join(OF_SOME_RUNS)]
-    ended = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended
+    assert process.returncode == 0, process.stderr
+    return process
 
 
-def test_no_tool_imports_torch_to_answer_help_or_a_wrong_argument(done):
-    lines = done.stdout.splitlines()
+def test_no_tool_imports_torch_to_answer_help_or_a_wrong_argument(process):
+    lines = process.stdout.splitlines()
     for tool in TOOLS:
         assert f"{tool} --help 0" in lines
         assert f"{tool} --no-such-argument 2" in lines
         assert f"{tool} imported" in lines, [line for line in lines if line.startswith(f"{tool} imported")]
-    assert done.stderr.count("usage: unigen-") == len(TOOLS)
+    assert process.stderr.count("usage: unigen-") == len(TOOLS)
 
 
-def test_a_run_imports_an_engine_only_where_it_is_used(done):
+def test_a_run_imports_an_engine_only_where_it_is_used(process):
     """All engines register at import; FSDP2's own modules and DeepSpeed need a second and more."""
-    assert "the runner imported" in done.stdout.splitlines(), done.stdout.splitlines()[-1]
+    assert "the runner imported" in process.stdout.splitlines(), process.stdout.splitlines()[-1]

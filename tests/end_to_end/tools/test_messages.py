@@ -55,7 +55,7 @@ def words(capsys: pytest.CaptureFixture[str], *arguments: str | Path, status: in
     return capsys.readouterr().err
 
 
-def trained(path: Path, work_dir: Path) -> None:
+def train_once(path: Path, work_dir: Path) -> None:
     assert main([str(path), "--max-updates", "1", "--work-dir", str(work_dir)]) == 0
 
 
@@ -66,8 +66,8 @@ def trained(path: Path, work_dir: Path) -> None:
 def test_a_setting_at_the_top_that_nothing_reads_is_an_error(
     form: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = words(capsys, write(tmp_path, form, {**plain, "lr": 0.5, "batch_size": 2}))
-    assert "write optim_wrapper.optimizer.lr" in said and "write train_dataloader.batch_size" in said
+    output = words(capsys, write(tmp_path, form, {**plain, "lr": 0.5, "batch_size": 2}))
+    assert "write optim_wrapper.optimizer.lr" in output and "write train_dataloader.batch_size" in output
 
 
 def test_a_setting_that_a_base_has_read_already_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +85,9 @@ def test_helper_variables_of_a_python_file_load(form: str, plain: dict[str, Any]
         + "batch_size = 2\noriginal_iterations_per_epoch = 100 // (batch_size * num_gpus)\n"
         + "train_dataloader['batch_size'] = batch_size\n"
     )
-    trained(path, tmp_path / "run")
+    train_once(path, tmp_path / "run")
     if form == "py":  # its copy in the work dir has no helper left, and can be trained from
-        trained(tmp_path / "run" / "config.py", tmp_path / "again")
+        train_once(tmp_path / "run" / "config.py", tmp_path / "again")
 
 
 def test_a_base_may_have_names_that_its_child_reads(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_base_may_have_names_that_its_child_reads(plain: dict[str, Any], tmp_p
         "train_cfg = dict(max_epochs=_base_.max_epochs)\ntrain_dataloader['seq_length'] = _base_.seq_length\n"
         "optim_wrapper['optimizer']['weight_decay'] = _base_.learning_rate\n"
     )
-    trained(path, tmp_path / "run")
+    train_once(path, tmp_path / "run")
 
 
 # --- nothing of a file or of a value is executed ----------------------------------------------------------------------
@@ -129,8 +129,8 @@ def test_yaml_runs_nothing(where: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_value_of_the_command_line_is_not_executed(
     value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = words(capsys, "unified_digits", "--cfg-options", f"train_cfg.max_epochs={value}")
-    assert "train_cfg.max_epochs is" in said and not (tmp_path / "ran").exists()
+    output = words(capsys, "unified_digits", "--cfg-options", f"train_cfg.max_epochs={value}")
+    assert "train_cfg.max_epochs is" in output and not (tmp_path / "ran").exists()
 
 
 CALLED: list[Any] = []
@@ -157,9 +157,9 @@ def test_a_component_is_compared_with_its_registry_before_it_is_called(
         f"from {__name__} import NotATokenizer\n" + path.read_text() + f"tokenizer = dict(type={kind}, path='x')\n"
     )
     CALLED.clear()
-    said = words(capsys, path)
-    assert "tokenizer.type is" in said and "NotATokenizer" in said
-    assert "write dict(type='PretrainedTokenizer', path='DIR')" in said and not CALLED
+    output = words(capsys, path)
+    assert "tokenizer.type is" in output and "NotATokenizer" in output
+    assert "write dict(type='PretrainedTokenizer', path='DIR')" in output and not CALLED
 
 
 # --- what other trainers call things ----------------------------------------------------------------------------------
@@ -177,11 +177,11 @@ def test_a_name_of_another_trainer_gets_its_own_hint(
     changes: dict[str, Any], hint: str, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads(json.dumps(plain))
-    for dotted, value in changes.items():
-        section, _, key = dotted.rpartition(".")
+    for path, value in changes.items():
+        section, _, key = path.rpartition(".")
         (config[section] if section else config)[key] = value
-    said = words(capsys, write(tmp_path, "json", config))
-    assert hint in said and said.count("\n") == 1
+    output = words(capsys, write(tmp_path, "json", config))
+    assert hint in output and output.count("\n") == 1
 
 
 def test_a_model_without_shard_units_is_named_before_anything_is_built(
@@ -194,8 +194,8 @@ def test_a_model_without_shard_units_is_named_before_anything_is_built(
         + "model = dict(type=Linear, in_features=1, out_features=1)\n"
     )
     monkeypatch.setitem(FAMILIES.module_dict, "LinearFamily", type("LinearFamily", (Bagel,), {"model": Linear}))
-    said = words(capsys, path, "--backend", "fsdp")
-    assert "model.type is Linear, which has no shard_units()" in said and "--backend deepspeed:zero2" in said
+    output = words(capsys, path, "--backend", "fsdp")
+    assert "model.type is Linear, which has no shard_units()" in output and "--backend deepspeed:zero2" in output
 
 
 # --- data, tokenizer, images, EMA -------------------------------------------------------------------------------------
@@ -224,18 +224,18 @@ def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_i
     content, what = FILES[kind]
     (tmp_path / "data.jsonl").write_bytes(content)
     path = write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", work_dir=str(tmp_path / "run")))
-    said = words(capsys, path, status=1)
-    assert what in said and said.count("\n") == 1
-    convert = said.strip().rpartition("Remedy: convert it: ")[2].removesuffix(".")
+    output = words(capsys, path, status=1)
+    assert what in output and output.count("\n") == 1
+    convert = output.strip().rpartition("Remedy: convert it: ")[2].removesuffix(".")
     subprocess.run(convert, shell=True, check=True, cwd=tmp_path)
-    (made,) = tmp_path.rglob("converted.jsonl")
-    assert [json.loads(line) for line in made.read_text(encoding="utf-8").splitlines()] == RECORDS
+    (file,) = tmp_path.rglob("converted.jsonl")
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == RECORDS
 
 
 def test_a_byte_order_mark_in_a_data_file_is_passed_over(plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes("".join(RECORD + "\n" for _ in range(24)).encode("utf-8-sig"))
     config = on_file(plain, tmp_path / "data.jsonl")
-    trained(write(tmp_path, "json", config), tmp_path / "run")
+    train_once(write(tmp_path, "json", config), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_a_tokenizer_folder_that_is_missing_or_empty_is_named(
 ) -> None:
     tokenizer = {"type": "PretrainedTokenizer", "path": path.format(folder=tmp_path)}
     config = write(tmp_path, "json", {**plain, "tokenizer": tokenizer, "work_dir": str(tmp_path / "run")})
-    said = words(capsys, config)
-    assert "tokenizer.path" in said and problem in said and "a folder with tokenizer.json" in said
+    output = words(capsys, config)
+    assert "tokenizer.path" in output and problem in output and "a folder with tokenizer.json" in output
 
 
 @pytest.mark.parametrize(("momentum", "warned"), [(0.9999, True), (0.01, False)])
@@ -256,7 +256,7 @@ def test_an_average_whose_momentum_looks_like_a_decay(
     momentum: float, warned: bool, plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hooks = [{"type": "EMAHook", "momentum": momentum}]
-    trained(write(tmp_path, "json", {**plain, "custom_hooks": hooks}), tmp_path / "run")
+    train_once(write(tmp_path, "json", {**plain, "custom_hooks": hooks}), tmp_path / "run")
     log = (tmp_path / "run" / "train.log").read_text()
     assert ("EMAHook.momentum is 0.9999" in log) is warned
     assert ("for a decay of 0.9999 write momentum=0.0001" in log) is warned

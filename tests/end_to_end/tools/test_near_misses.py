@@ -79,24 +79,24 @@ def test_a_deleted_checkpoint(config: Path, tmp_path: Path, capsys: pytest.Captu
     options = ["default_hooks.checkpoint.interval=1", "default_hooks.checkpoint.filename_tmpl=step_{}"]
     assert train([str(config), "--max-updates", "2", "--cfg-options", *options]) == 0
     run = tmp_path / "run"
-    kept = sorted(path.name for path in run.glob("step_*"))
-    assert kept
-    gone = str(run / "step_900")
+    names = sorted(path.name for path in run.glob("step_*"))
+    assert names
+    absent = str(run / "step_900")
     for command in (
-        [evaluate, gone],
-        [export, gone, str(tmp_path / "out")],
-        [checkpoints, "show", gone],
-        [resume, str(config), "--checkpoint", gone],
-        [train, str(config), "--resume", gone],
+        [evaluate, absent],
+        [export, absent, str(tmp_path / "out")],
+        [checkpoints, "show", absent],
+        [resume, str(config), "--checkpoint", absent],
+        [train, str(config), "--resume", absent],
     ):
         capsys.readouterr()
         tool, *arguments = command
         assert tool(arguments) == 1  # type: ignore[operator]
         error = capsys.readouterr().err
-        assert f"checkpoint {gone} does not exist" in error and f"{run} has {', '.join(kept)}" in error, error
+        assert f"checkpoint {absent} does not exist" in error and f"{run} has {', '.join(names)}" in error, error
     shutil.rmtree(run)
-    assert evaluate([gone]) == 1
-    assert f"checkpoint {gone} does not exist" in capsys.readouterr().err
+    assert evaluate([absent]) == 1
+    assert f"checkpoint {absent} does not exist" in capsys.readouterr().err
 
 
 def test_a_data_file(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data as pictures  # noqa: F401 - a fixture
-from tests.end_to_end.resume.test_reading import config, data, trained  # noqa: F401 - fixtures
+from tests.end_to_end.resume.other_trainers.test_reading import config, data, short_run  # noqa: F401 - fixtures
 from tools.export import main as export
 from tools.generate import main as generate
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
@@ -54,89 +54,89 @@ def poison(folder: Path, *, unknown: bool = False) -> Path:
     for name, change in (("config.json", {"model_type": "stranger"}),
                          ("tokenizer_config.json", {"tokenizer_class": "StrangersTokenizer"})):  # fmt: skip
         if (folder / name).exists():
-            stated = json.loads((folder / name).read_text())
-            (folder / name).write_text(json.dumps({**stated, "auto_map": AUTO_MAP, **(change if unknown else {})}))
+            values = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({**values, "auto_map": AUTO_MAP, **(change if unknown else {})}))
     return marker
 
 
 @pytest.fixture
-def exported(trained: Runner, tmp_path: Path) -> Path:  # noqa: F811
+def export_folder(short_run: Runner, tmp_path: Path) -> Path:  # noqa: F811
     """transformers' directory of a ``DecoderLM``, with its tokenizer."""
-    assert export([str(trained.work_dir), str(tmp_path / "exported"), "--raw"]) == 0
+    assert export([str(short_run.work_dir), str(tmp_path / "exported"), "--raw"]) == 0
     return tmp_path / "exported"
 
 
-def test_the_payload_is_real(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_payload_is_real(export_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is trusted, transformers imports it: so nothing here passes for want of a working file."""
     from transformers import AutoTokenizer, dynamic_module_utils
 
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    marker = poison(exported)
-    AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+    marker = poison(export_folder)
+    AutoTokenizer.from_pretrained(export_folder, trust_remote_code=True)
     assert marker.exists()
 
 
 def test_a_run_that_begins_with_a_strangers_directory(
-    exported: Path, data: dict, trained: Runner, tmp_path: Path  # noqa: F811
+    export_folder: Path, data: dict, short_run: Runner, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
-    marker = poison(exported)
-    cfg = config(data, tmp_path / "run", tokenizer__path=str(exported), optim_wrapper__optimizer__lr=0.0)
-    cfg.model = {"type": "DecoderLM", "pretrained": str(exported)}
+    marker = poison(export_folder)
+    cfg = config(data, tmp_path / "run", tokenizer__path=str(export_folder), optim_wrapper__optimizer__lr=0.0)
+    cfg.model = {"type": "DecoderLM", "pretrained": str(export_folder)}
     runner = Runner.from_cfg(cfg)
     runner.train()
-    held, expected = runner.backend.model.state_dict(), trained.backend.model.state_dict()
-    assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+    state, expected = runner.backend.model.state_dict(), short_run.backend.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert not marker.exists()
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ("model", r"is 'stranger'.*code beside a model's files is never run"),
         ("tokenizer", r"tokenizer\.path .*contains custom code.* Remedy: name a"),
     ],
 )
 def test_a_run_with_a_kind_that_only_the_strangers_code_knows(
-    part: str, said: str, exported: Path, data: dict, tmp_path: Path  # noqa: F811
+    part: str, message: str, export_folder: Path, data: dict, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
-    marker = poison(exported, unknown=True)
+    marker = poison(export_folder, unknown=True)
     cfg = config(data, tmp_path / "run")
     if part == "model":
-        cfg.model = {"type": "DecoderLM", "pretrained": str(exported)}
+        cfg.model = {"type": "DecoderLM", "pretrained": str(export_folder)}
     else:
-        cfg.tokenizer.path = str(exported)
-    with pytest.raises(ConfigError, match=said) as caught:
+        cfg.tokenizer.path = str(export_folder)
+    with pytest.raises(ConfigError, match=message) as error:
         Runner.from_cfg(cfg).train()
-    assert "trust_remote_code" not in (caught.value.remedy or "") and not marker.exists()
+    assert "trust_remote_code" not in (error.value.remedy or "") and not marker.exists()
 
 
 @pytest.mark.parametrize("unknown", [False, True])
 @pytest.mark.parametrize("tool", ["generate", "export"])
 def test_a_tool_with_a_strangers_directory(
-    tool: str, unknown: bool, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: str, unknown: bool, export_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    marker = poison(exported, unknown=unknown)
-    status = use(tool, exported, tmp_path / "out")
+    marker = poison(export_folder, unknown=unknown)
+    status = use(tool, export_folder, tmp_path / "out")
     assert not marker.exists()
-    printed = capsys.readouterr().err
-    assert status == (1 if unknown else 0), printed
-    assert not unknown or ("error: " in printed and str(exported) in printed and "Traceback" not in printed)
+    output = capsys.readouterr().err
+    assert status == (1 if unknown else 0), output
+    assert not unknown or ("error: " in output and str(export_folder) in output and "Traceback" not in output)
 
 
 @pytest.mark.parametrize("tool", ["generate", "export"])
 def test_a_tool_with_a_strangers_checkpoint(
-    tool: str, trained: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    tool: str, short_run: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
     """The tokenizer in it was changed after the save, so it does not verify; then the manifest was changed, too."""
-    shutil.copytree(trained.work_dir, tmp_path / "run")
+    shutil.copytree(short_run.work_dir, tmp_path / "run")
     ((checkpoint, marker),) = [(p, poison(p / "tokenizer")) for p in (tmp_path / "run").glob("*.pth")]
     assert use(tool, checkpoint, tmp_path / "out") == 1
     assert "tokenizer_config.json has " in capsys.readouterr().err and not marker.exists()
-    manifest, changed = Manifest.read(checkpoint), checkpoint / "tokenizer" / "tokenizer_config.json"
+    manifest, file = Manifest.read(checkpoint), checkpoint / "tokenizer" / "tokenizer_config.json"
     files = [f for f in manifest.files if f.path != "tokenizer/tokenizer_config.json"]
     (checkpoint / FILE_NAME).write_text(replace(manifest, files=files).to_json())
-    assert "auto_map" in changed.read_text()
+    assert "auto_map" in file.read_text()
     status = use(tool, checkpoint, tmp_path / "out")
     assert not marker.exists() and status == 0, capsys.readouterr().err
 

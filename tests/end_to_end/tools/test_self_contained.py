@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.data.text.chat_support import NANOVLM, character_tokenizer
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data as pictures  # noqa: F401 - a fixture
-from tests.end_to_end.resume.test_reading import config as text_config
-from tests.end_to_end.resume.test_reading import data  # noqa: F401 - a fixture
+from tests.end_to_end.resume.other_trainers.test_reading import config as text_config
+from tests.end_to_end.resume.other_trainers.test_reading import data  # noqa: F401 - a fixture
 from tests.published_run import config_on_bagel, write_bagel
 from tests.tiny import tiny_config
 from tools.export import main as export
@@ -54,8 +54,8 @@ def vlm(folder: Path, pictures: Path) -> Any:  # noqa: F811
     cfg = vlm_config(pictures, folder / "run")
     cfg.model = {"type": "VLM", "pretrained": str(source)}
     cfg.tokenizer = {**cfg.tokenizer, "path": str(source)}
-    stored = json.loads((source / "config.json").read_text())
-    cfg.processor = {"max_image_size": stored["max_img_size"]}
+    values = json.loads((source / "config.json").read_text())
+    cfg.processor = {"max_image_size": values["max_img_size"]}
     cfg.train_cfg = {"max_updates": 1}
     return cfg
 
@@ -64,24 +64,24 @@ def vlm(folder: Path, pictures: Path) -> Any:  # noqa: F811
 def test_without_its_source_a_checkpoint_is_exported_loaded_and_used(
     kind: str, data: dict, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
-    given = {"fine_tuned": (tmp_path,), "decoder": (tmp_path, data), "vlm": (tmp_path, pictures)}[kind]
-    runner = Runner.from_cfg(globals()[kind](*given), max_updates=1)
+    arguments = {"fine_tuned": (tmp_path,), "decoder": (tmp_path, data), "vlm": (tmp_path, pictures)}[kind]
+    runner = Runner.from_cfg(globals()[kind](*arguments), max_updates=1)
     runner.train()
     shutil.rmtree(tmp_path / "source")
     out = tmp_path / "out"
     assert export([str(runner.work_dir), str(out), "--raw"]) == 0, capsys.readouterr().err
     for path in out.rglob("*"):
         assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), f"{path.name} has an absolute path"
-    moved = out.rename(tmp_path / "moved")
-    for place in (runner.work_dir, moved):
+    new_place = out.rename(tmp_path / "moved")
+    for place in (runner.work_dir, new_place):
         words = ["--prompt", "red" if kind == "vlm" else "three", "--out", str(tmp_path / "made"), *FAST]
         assert generate([str(place), *words]) == 0, capsys.readouterr().err
     if kind == "decoder":
         from transformers import AutoModelForCausalLM
 
-        state = AutoModelForCausalLM.from_pretrained(moved).state_dict()
+        state = AutoModelForCausalLM.from_pretrained(new_place).state_dict()
     else:
-        state = open_model(moved)[0].state_dict()
+        state = open_model(new_place)[0].state_dict()
     for name, tensor in runner.backend.model.state_dict().items():
         assert torch.equal(state[name].to(tensor.dtype), tensor), name
 
@@ -97,40 +97,40 @@ def scratch(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Runner:
 
 
 @pytest.fixture(scope="module")
-def exported(scratch: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def export_folder(scratch: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "out"
     assert export([str(scratch.work_dir), str(out)]) == 0
     return out
 
 
 def test_a_model_on_pixels_is_exported_and_loaded(
-    scratch: Runner, exported: Path, digits: Path, tmp_path: Path
+    scratch: Runner, export_folder: Path, digits: Path, tmp_path: Path
 ) -> None:
     """It draws the same picture, and may be trained further."""
-    assert not (exported / "ae.safetensors").exists()
-    assert set(load_file(exported / "ema.safetensors")) == set(scratch.backend.model.state_dict())
-    drawn = [
+    assert not (export_folder / "ae.safetensors").exists()
+    assert set(load_file(export_folder / "ema.safetensors")) == set(scratch.backend.model.state_dict())
+    drawings = [
         open_inferencer(place).unified_generate("draw a three", seed=1).images[0].tobytes()
-        for place in (scratch.work_dir, exported)
+        for place in (scratch.work_dir, export_folder)
     ]
-    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 2
+    assert drawings[0] == drawings[1] and len(set(drawings[0])) > 2
     cfg = tiny_config(tmp_path / "run", digits)
-    cfg.model = {"type": "UnifiedModel", "pretrained": str(exported)}
-    cfg.tokenizer = {"type": "PretrainedTokenizer", "path": str(exported)}
+    cfg.model = {"type": "UnifiedModel", "pretrained": str(export_folder)}
+    cfg.tokenizer = {"type": "PretrainedTokenizer", "path": str(export_folder)}
     Runner.from_cfg(cfg, max_updates=1).train()
 
 
 def test_the_shift_of_the_sampler_and_its_origin(
-    scratch: Runner, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scratch: Runner, export_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the training, for a checkpoint and for its export; BAGEL's for its directory; as given before all."""
-    published = str(write_bagel(tmp_path / "bagel"))
+    directory = str(write_bagel(tmp_path / "bagel"))
     cases = [
         (str(scratch.work_dir), [], "timestep_shift 2.0"),
-        (str(exported), [], "timestep_shift 2.0"),
-        (published, ["--size", "32", "32"], "timestep_shift 3.0"),
-        (published, ["--size", "32", "32", "--timestep-shift", "1.5"], "timestep_shift 1.5"),
+        (str(export_folder), [], "timestep_shift 2.0"),
+        (directory, ["--size", "32", "32"], "timestep_shift 3.0"),
+        (directory, ["--size", "32", "32", "--timestep-shift", "1.5"], "timestep_shift 1.5"),
     ]
-    for place, words, said in cases:
+    for place, words, message in cases:
         assert generate([place, "--prompt", "draw a three", "--out", str(tmp_path / "made"), *FAST, *words]) == 0
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -28,20 +28,20 @@ PIECES = ["one", "<|", "im_end", "|>", "<", "image", ">", "<|", "image", "|><|",
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The text ids of every batch that reaches a model, which sees them as ever."""
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
 
-    def spied(real: Any) -> Any:
-        def spy(self: Any, batch: PackedBatch, *more: Any, **named: Any) -> Any:
-            found.append(batch.text_ids.tolist())
-            return real(self, batch, *more, **named)
+    def spy_on(real: Any) -> Any:
+        def spy(self: Any, batch: PackedBatch, *more: Any, **options: Any) -> Any:
+            prompts.append(batch.text_ids.tolist())
+            return real(self, batch, *more, **options)
 
         return spy
 
     for model, name in ((UnifiedModel, "hidden_states"), (DecoderLM, "next_token_logits"), (VLM, "next_token_logits")):
-        monkeypatch.setattr(model, name, spied(getattr(model, name)))
-    return found
+        monkeypatch.setattr(model, name, spy_on(getattr(model, name)))
+    return prompts
 
 
 def generate(checkpoint: Path, out: Path, *words: str) -> None:
@@ -58,37 +58,37 @@ def ordinary(tokenizer: Any) -> list[int]:
 
 @pytest.mark.parametrize("words", [[], ["--understand"], ["--think"]], ids=["draw", "understand", "think"])
 def test_a_unified_model_gets_ordinary_text(
-    words: list[str], unified: Path, tmp_path: Path, seen: list[list[int]]
+    words: list[str], unified_run: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:
-    tokenizer = open_model(unified)[1].tokenizer
+    tokenizer = open_model(unified_run)[1].tokenizer
     prompt = [tokenizer.bos_id, *ordinary(tokenizer), tokenizer.eos_id]
-    generate(unified, tmp_path, *words)
-    texts = [ids for ids in seen if tokenizer.bos_id in ids and len(ids) > 2]
+    generate(unified_run, tmp_path, *words)
+    texts = [ids for ids in prompts if tokenizer.bos_id in ids and len(ids) > 2]
     assert texts.count(prompt) == 2, "in the context of everything, and in that of the texts alone"
-    assert all(ids.count(tokenizer.bos_id) <= 1 and ids.count(tokenizer.eos_id) <= 1 for ids in seen)
+    assert all(ids.count(tokenizer.bos_id) <= 1 and ids.count(tokenizer.eos_id) <= 1 for ids in prompts)
 
 
 @pytest.fixture(scope="module")
-def unified(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def unified_run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     folder = tmp_path_factory.mktemp("unified")
-    known = [*load_config("unified_digits").tokenizer["words"], *PIECES]
-    config = tiny_config(folder / "run", digits, tokenizer__words=known)
+    words = [*load_config("unified_digits").tokenizer["words"], *PIECES]
+    config = tiny_config(folder / "run", digits, tokenizer__words=words)
     Runner.from_cfg(config, max_updates=1).train()
     return folder / "run"
 
 
-def test_a_decoder_gets_ordinary_text(tmp_path: Path, seen: list[list[int]]) -> None:
+def test_a_decoder_gets_ordinary_text(tmp_path: Path, prompts: list[list[int]]) -> None:
     config = text_config(tmp_path, [{"text": "one two"}] * 4, tokenizer__words=PIECES, model__llm__vocab_size=40)
     runner = Runner.from_cfg(config, max_updates=1)
     runner.train()
     tokenizer = runner.processor.tokenizer
     for words in ([], ["--understand"]):
-        seen.clear()
+        prompts.clear()
         generate(tmp_path / "run", tmp_path / f"out{words}", *words)
-        assert seen[0] == [tokenizer.bos_id, *ordinary(tokenizer)]
+        assert prompts[0] == [tokenizer.bos_id, *ordinary(tokenizer)]
 
 
-def test_a_vlm_gets_ordinary_text(data: Path, tmp_path: Path, seen: list[list[int]]) -> None:  # noqa: F811
+def test_a_vlm_gets_ordinary_text(data: Path, tmp_path: Path, prompts: list[list[int]]) -> None:  # noqa: F811
     """Its template puts one begin and one end around the message, and a begin before the answer; no image."""
     runner = Runner.from_cfg(vlm_config(data, tmp_path / "run"), max_updates=1)
     runner.train()
@@ -96,9 +96,9 @@ def test_a_vlm_gets_ordinary_text(data: Path, tmp_path: Path, seen: list[list[in
     assert isinstance(tokenizer, ChatTokenizer)
     letters = tokenizer._tokenizer.convert_tokens_to_ids(list(PROMPT))
     for words in ([], ["--understand"]):
-        seen.clear()
+        prompts.clear()
         generate(tmp_path / "run", tmp_path / f"out{words}", *words)
-        prompt = seen[0]
+        prompt = prompts[0]
         assert any(prompt[first : first + len(letters)] == letters for first in range(len(prompt)))
         counts = {name: prompt.count(getattr(tokenizer, name)) for name in ("bos_id", "eos_id", "image_id")}
         assert counts == {"bos_id": 2, "eos_id": 1, "image_id": 0}

@@ -34,7 +34,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:  # noqa
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     character_tokenizer().save_pretrained(folder)
     for name in ("config.json", "model.safetensors"):
@@ -42,7 +42,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def said(model: Path, out: Path, *words: str) -> str:
+def answer_of(model: Path, out: Path, *words: str) -> str:
     assert generate([str(model), *words, "--out", str(out), *FAST]) == 0
     row = json.loads((out / "results.jsonl").read_text().splitlines()[-1])
     assert row["file"] is None
@@ -50,12 +50,12 @@ def said(model: Path, out: Path, *words: str) -> str:
 
 
 def test_it_answers_with_the_weights_or_their_average(run: Runner, data: Path, tmp_path: Path) -> None:  # noqa: F811
-    shown = ["--prompt", "?", "--image", str(data / "red.png")]
+    question = ["--prompt", "?", "--image", str(data / "red.png")]
     inferencer = PackedInferencer(open_model(run.work_dir)[0], run.processor)
     average = inferencer.unified_generate("?", images=data / "red.png", max_length=6).text
-    assert said(run.work_dir, tmp_path, *shown, "--raw") == "red" != average
-    assert said(run.work_dir, tmp_path, *shown) == average
-    assert said(run.work_dir, tmp_path, *shown, "--raw", "--dtype", "bf16", "--understand") == "red"
+    assert answer_of(run.work_dir, tmp_path, *question, "--raw") == "red" != average
+    assert answer_of(run.work_dir, tmp_path, *question) == average
+    assert answer_of(run.work_dir, tmp_path, *question, "--raw", "--dtype", "bf16", "--understand") == "red"
     inferencer = open_inferencer(run.work_dir, raw=True)
     red = Image.open(data / "red.png")
     for image in (str(data / "red.png"), red, np.asarray(red.convert("RGB")), [red.convert("CMYK").convert("RGB")]):
@@ -67,14 +67,14 @@ def test_it_answers_with_the_weights_or_their_average(run: Runner, data: Path, t
 
 
 def test_a_directory_of_nanovlms_first_version_is_refused(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its models know no image token; of a later version that lacks a newer key the default is used."""
-    shutil.copytree(published, tmp_path / "old")
-    stored = json.loads((published / "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(directory, tmp_path / "old")
+    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for lacking, status in ((("resize_to_max_side_len",), 0), (("lm_chat_template", "max_img_size"), 1)):
-        kept = {key: value for key, value in stored.items() if key not in lacking}
-        (tmp_path / "old" / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+        rest = {key: value for key, value in values.items() if key not in lacking}
+        (tmp_path / "old" / "config.json").write_text(json.dumps(rest), encoding="utf-8")
         assert generate([str(tmp_path / "old"), "--prompt", "?", "--out", str(tmp_path / "out"), *FAST]) == status
     error = capsys.readouterr().err
     assert (
@@ -82,12 +82,12 @@ def test_a_directory_of_nanovlms_first_version_is_refused(
     )
 
 
-def test_answers_are_drawn_by_temperature_top_p_and_seed(published: Path, tmp_path: Path) -> None:
+def test_answers_are_drawn_by_temperature_top_p_and_seed(directory: Path, tmp_path: Path) -> None:
     """The same for a seed, others for other seeds; so few likely tokens that one is left: the greedy answer."""
-    asked = ["--prompt", "?", "--out", str(tmp_path / "out"), *FAST]
-    warm = [*asked, "--temperature", "3", "--samples", "4"]
-    for options in (asked, warm, warm, [*warm, "--seed", "1"], [*warm, "--top-p", "1e-6"]):
-        assert generate([str(published), *options]) == 0
+    shortest = ["--prompt", "?", "--out", str(tmp_path / "out"), *FAST]
+    warm = [*shortest, "--temperature", "3", "--samples", "4"]
+    for options in (shortest, warm, warm, [*warm, "--seed", "1"], [*warm, "--top-p", "1e-6"]):
+        assert generate([str(directory), *options]) == 0
     texts = [json.loads(line)["text"] for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     greedy, first, again, later, narrow = texts[:1], texts[1:5], texts[5:9], texts[9:13], texts[13:]
     assert first == again and len({*first, *greedy}) > 2
@@ -95,10 +95,10 @@ def test_answers_are_drawn_by_temperature_top_p_and_seed(published: Path, tmp_pa
     assert narrow == greedy * 4
 
 
-def test_a_published_directory_answers_and_goes_out_as_it_came_in(published: Path, tmp_path: Path) -> None:
+def test_a_published_directory_answers_and_goes_out_as_it_came_in(directory: Path, tmp_path: Path) -> None:
     picture(tmp_path / "a.png", 70, 50, seed=1)
-    assert said(published, tmp_path, "--prompt", "?", "--image", str(tmp_path / "a.png"))
-    assert export([str(published), str(tmp_path / "out"), "--source", str(published)]) == 0
-    files = {path.name: path.read_bytes() for path in published.iterdir()}
+    assert answer_of(directory, tmp_path, "--prompt", "?", "--image", str(tmp_path / "a.png"))
+    assert export([str(directory), str(tmp_path / "out"), "--source", str(directory)]) == 0
+    files = {path.name: path.read_bytes() for path in directory.iterdir()}
     out = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.name != DIGESTS}
     assert out == files

@@ -26,14 +26,14 @@ SHARES = {4: ((0,), (1, 2, 3), (), (4, 5, 6)), 2: ((0, 1, 2, 3, 4), (5, 6)), 1: 
 
 def samples() -> list[dict[str, Any]]:
     """Texts, answers, losses and pictures, keyed in another order than they are made."""
-    made, real = noise(NUMBER, size=16, seed=3), noise(NUMBER, size=16, seed=4, bright=220)
-    found = []
+    pictures, real = noise(NUMBER, size=16, seed=3), noise(NUMBER, size=16, seed=4, bright=220)
+    rows = []
     for n in range(NUMBER):
         words = [WORDS[(n * k + k * k) % len(WORDS)] for k in range(3, 9)]
         other = [WORDS[(n * k + k) % len(WORDS)] if k % 3 and n % 4 else word for k, word in enumerate(words)]
-        found.append({"key": f"{n * 5 % NUMBER:03}", "text": " ".join(words), "reference": " ".join(other),
-                      "made": made[n], "real": real[n]})  # fmt: skip
-    return found
+        rows.append({"key": f"{n * 5 % NUMBER:03}", "text": " ".join(words), "reference": " ".join(other),
+                      "made": pictures[n], "real": real[n]})  # fmt: skip
+    return rows
 
 
 def metrics(folder: Path) -> list[tuple[Metric, str, str]]:
@@ -53,23 +53,23 @@ def metrics(folder: Path) -> list[tuple[Metric, str, str]]:
 def values(folder: Path, *, rank: int, world_size: int, batch_size: int) -> dict[str, Any]:
     """Of this rank's share, three samples at a time; the same on every rank."""
     share = [one for n, one in enumerate(samples()) if n % 7 in SHARES[world_size][rank]]
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     base.BATCH_SIZE = text_metrics.BATCH_SIZE = batch_size
     for metric, prediction, reference in metrics(folder):
         for n in range(0, len(share), 3):
             part = share[n : n + 3]
-            made = [(one["text"], one["made"]) if prediction == "both" else one[prediction] for one in part]
-            metric.update(made, [one[reference] for one in part], [one["key"] for one in part])
+            predictions = [(one["text"], one["made"]) if prediction == "both" else one[prediction] for one in part]
+            metric.update(predictions, [one[reference] for one in part], [one["key"] for one in part])
         result = evaluated(metric, checkpoint="iter_8.pth")
-        found |= result.values
+        results |= result.values
         if batch_size == 1:
-            found[f"result of {metric.name}"] = {"values": dict(result.values), "provenance": dict(result.provenance)}
-    return found
+            results[f"result of {metric.name}"] = {"values": dict(result.values), "provenance": dict(result.provenance)}
+    return results
 
 
 def main(folder: Path, port_of_two: str) -> None:
     torch.set_num_threads(1)
-    rank, seen = int(os.environ["RANK"]), {}
+    rank, results = int(os.environ["RANK"]), {}
     for world_size in (4, 2, 1):
         if rank >= world_size:
             break
@@ -77,13 +77,13 @@ def main(folder: Path, port_of_two: str) -> None:
         dist.init()
         assert dist.world_size() == world_size
         for batch_size in (1, 16):
-            found = values(folder, rank=rank, world_size=world_size, batch_size=batch_size)
-            assert all(other == found for other in dist.gather_objects(found)), "the same on every rank"
-            seen[f"{world_size} ranks, batch size {batch_size}"] = found
+            result = values(folder, rank=rank, world_size=world_size, batch_size=batch_size)
+            assert all(other == result for other in dist.gather_objects(result)), "the same on every rank"
+            results[f"{world_size} ranks, batch size {batch_size}"] = result
         td.destroy_process_group()
         os.environ["MASTER_PORT"] = port_of_two
     if rank == 0:
-        print("RESULTS " + json.dumps(seen), flush=True)
+        print("RESULTS " + json.dumps(results), flush=True)
     dist.leave(0)
 
 

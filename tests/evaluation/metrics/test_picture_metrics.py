@@ -31,7 +31,7 @@ MADE, REAL = noise(40, seed=1), noise(40, seed=2, bright=200)
 PROMPTS = ["a red picture", "the cat sat on the mat", "blue", "a picture of a dog in the picture"]
 
 
-def scored(metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+def score_of(metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
     """The value over samples."""
     metric.update(predictions, references, [f"{n:04}" for n in range(len(predictions))])
     return dict(evaluated(metric, checkpoint="").values)
@@ -63,12 +63,12 @@ def test_fid_is_torchmetrics_with_the_same_features(caplog: pytest.LogCaptureFix
         library.update(tensors(REAL), real=True)
     expected = {"fid_convolution": pytest.approx(float(library.compute()), rel=1e-6)}
     with caplog.at_level(logging.WARNING):
-        assert scored(FID(extractor=Convolution()), MADE, REAL) == expected
+        assert score_of(FID(extractor=Convolution()), MADE, REAL) == expected
         assert not caplog.text
-        scored(FID(extractor=Convolution()), MADE[:5], REAL[:5])
+        score_of(FID(extractor=Convolution()), MADE[:5], REAL[:5])
     assert "fid_convolution: 5 samples are fewer than the 6 dimensions" in caplog.text
     with pytest.raises(DataError, match=r"1 sample.*at least 2"):
-        scored(FID(extractor=Convolution()), MADE[:1], REAL[:1])
+        score_of(FID(extractor=Convolution()), MADE[:1], REAL[:1])
 
 
 def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path) -> None:
@@ -80,14 +80,14 @@ def test_extractors_have_a_name_a_hash_and_an_antialiased_resize(tmp_path: Path)
         model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output.detach().double()
         for images in (MADE, REAL)
     ]
-    assert scored(by_folder, MADE, REAL)["fid_tiny-clip"] == pytest.approx(expected_distance(*features), rel=1e-6)
+    assert score_of(by_folder, MADE, REAL)["fid_tiny-clip"] == pytest.approx(expected_distance(*features), rel=1e-6)
     assert by_folder.provenance["resize"].startswith("bicubic, antialiased")
     assert "6 x 6" in by_name.provenance["resize"] and by_name.provenance["model"].startswith("mine ")
     other = Convolution()
     with torch.no_grad():
         other.layer.bias[0] += 1
-    changed = FID(extractor=other, name="mine", resize=6).provenance["model"]
-    assert changed != by_name.provenance["model"] == FID(extractor=Convolution(), name="mine").provenance["model"]
+    other_model = FID(extractor=other, name="mine", resize=6).provenance["model"]
+    assert other_model != by_name.provenance["model"] == FID(extractor=Convolution(), name="mine").provenance["model"]
     with pytest.raises(ConfigError, match=r"FID.resize is 3.*the folder's processor"):
         FID(extractor=folder, resize=3)
     with pytest.raises(ConfigError, match=r"FID.extractor is 5.*a folder"):
@@ -115,7 +115,7 @@ def test_clip_score_is_torchmetrics(tmp_path: Path) -> None:
     folder = str(tiny_models.clip(tmp_path / "clip"))
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
 
-    def wrapped() -> Any:  # torchmetrics expects the tensors that transformers 4 returned
+    def wrap() -> Any:  # torchmetrics expects the tensors that transformers 4 returned
         features = {
             name: lambda *args, name=name: getattr(model, name)(*args).pooler_output
             for name in ("get_image_features", "get_text_features")
@@ -123,9 +123,9 @@ def test_clip_score_is_torchmetrics(tmp_path: Path) -> None:
         return SimpleNamespace(to=lambda _: SimpleNamespace(config=model.config, **features)), processor
 
     images = noise(4, size=16)
-    expected = float(clip_score(list(tensors(images)), PROMPTS, wrapped))
-    found = scored(CLIPScore(path=folder), images, PROMPTS)
-    assert found == {"clip_score": pytest.approx(expected, rel=1e-6)} and expected > 0
+    expected = float(clip_score(list(tensors(images)), PROMPTS, wrap))
+    values = score_of(CLIPScore(path=folder), images, PROMPTS)
+    assert values == {"clip_score": pytest.approx(expected, rel=1e-6)} and expected > 0
 
 
 def test_clip_score_of_siglip_by_the_formula(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -134,14 +134,14 @@ def test_clip_score_of_siglip_by_the_formula(tmp_path: Path, caplog: pytest.LogC
     images, prompts = noise(4, size=30), [*PROMPTS[:3], "the " * 30]
     tokens = processor(text=prompts, padding="max_length", max_length=16, truncation=True, return_tensors="pt")
     texts = model.get_text_features(**tokens).pooler_output.detach().double()
-    drawn = model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output.detach().double()
-    cosines = torch.nn.functional.cosine_similarity(drawn, texts)
+    features = model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output.detach().double()
+    cosines = torch.nn.functional.cosine_similarity(features, texts)
     metric = CLIPScore(path=folder)
     with caplog.at_level(logging.WARNING):
-        found = scored(metric, images, prompts)["clip_score"]
+        value = score_of(metric, images, prompts)["clip_score"]
     table = np.array([row for _, row, _ in metric.samples])
     assert table[:, 0] == pytest.approx(cosines.numpy(), rel=1e-5, abs=1e-6)
-    assert found == pytest.approx(max(100 * float(table.mean()), 0), rel=1e-12)
+    assert value == pytest.approx(max(100 * float(table.mean()), 0), rel=1e-12)
     assert "1 of 4 texts are longer than 16 tokens" in caplog.text
 
 
@@ -155,8 +155,8 @@ def test_consistency_and_clip_score_order_cases_with_a_known_order(tmp_path: Pat
         pairs = [(f"a {names[n] if n < correct else wrong[n]} picture", plain(names[n])) for n in range(8)]
         texts, images = zip(*pairs, strict=True)
         values.append({
-            **scored(MultimodalConsistency(path=folder), pairs, [None] * 8),
-            **scored(CLIPScore(path=folder), list(images), list(texts)),
+            **score_of(MultimodalConsistency(path=folder), pairs, [None] * 8),
+            **score_of(CLIPScore(path=folder), list(images), list(texts)),
         })  # fmt: skip
     score = [one["multimodal_consistency"] for one in values]
     assert score[0] > score[1] + 0.1 > score[2] + 0.2 and score[2] >= 0 and score[0] <= 2.5

@@ -13,7 +13,7 @@ import torchmetrics
 from rouge_score.rouge_scorer import RougeScorer
 
 from tests.evaluation import tiny_models
-from tests.needs import JAVA
+from tests.support.needs import JAVA
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.evaluation.metrics import Metric, build_metrics, evaluated
@@ -28,7 +28,7 @@ REFERENCES = [
 ]
 
 
-def scored(metric: Metric, predictions: list, references: list) -> dict[str, float]:
+def score(metric: Metric, predictions: list, references: list) -> dict[str, float]:
     """In two updates, the later samples first: the order of updates does not matter."""
     keys = [f"sample {n}" for n in range(len(predictions))]
     for part in (slice(2, None), slice(0, 2)):
@@ -40,23 +40,23 @@ def scored(metric: Metric, predictions: list, references: list) -> dict[str, flo
     "arguments", [{}, {"tokenize": "intl", "lowercase": True, "max_order": 2, "smoothing": "add-k"}]
 )
 def test_bleu_is_sacrebleus(arguments: dict) -> None:
-    found = scored(BLEU(**arguments), PREDICTIONS, REFERENCES)
+    values = score(BLEU(**arguments), PREDICTIONS, REFERENCES)
     names = {"max_order": "max_ngram_order", "smoothing": "smooth_method"}
     library = sacrebleu.BLEU(**{names.get(key, key): value for key, value in arguments.items()})
     expected = library.corpus_score(PREDICTIONS, [list(column) for column in zip(*REFERENCES, strict=True)])
-    assert found == {"bleu": pytest.approx(expected.score, rel=0, abs=1e-12)} and expected.score > 1
+    assert values == {"bleu": pytest.approx(expected.score, rel=0, abs=1e-12)} and expected.score > 1
 
 
 @pytest.mark.parametrize("stemmer", [False, True])
 def test_rouge_is_rouge_scores_and_splits_at_newlines(stemmer: bool) -> None:
-    found = scored(ROUGE(use_stemmer=stemmer), PREDICTIONS, REFERENCES)
-    scorer = RougeScorer(list(found), use_stemmer=stemmer)
-    for kind, value in found.items():
+    values = score(ROUGE(use_stemmer=stemmer), PREDICTIONS, REFERENCES)
+    scorer = RougeScorer(list(values), use_stemmer=stemmer)
+    for kind, value in values.items():
         each = [scorer.score_multi(r, p)[kind].fmeasure for p, r in zip(PREDICTIONS, REFERENCES, strict=True)]
         assert value == pytest.approx(sum(each) / len(each), rel=0, abs=1e-12)
-    assert list(found) == ["rouge1", "rouge2", "rougeL", "rougeLsum"]
-    swapped = scored(ROUGE(), ["two lines\none line"], ["one line\ntwo lines"])
-    assert swapped["rougeLsum"] == 1 > swapped["rougeL"], "lines are compared one by one, whatever their order"
+    assert list(values) == ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    swap = score(ROUGE(), ["two lines\none line"], ["one line\ntwo lines"])
+    assert swap["rougeLsum"] == 1 > swap["rougeL"], "lines are compared one by one, whatever their order"
 
 
 @pytest.mark.slow
@@ -67,18 +67,18 @@ def test_meteor_is_that_of_pycocoevalcap() -> None:
     texts = [*PREDICTIONS[:3], "Two |||  beetles run", "the end"]
     references = [*REFERENCES[:3], ["two beetles ran"], ["the end"]]
     metric = METEOR()
-    values = scored(metric, texts, references)
+    values = score(metric, texts, references)
     ids = range(len(texts))
     expected, each = Meteor().compute_score({n: references[n] for n in ids}, {n: [texts[n]] for n in ids})
     assert values == {"meteor": expected} and each[4] == 1
     assert metric.provenance["version"].startswith("pycocoevalcap ")
     java = metric._java
     metric.reset()
-    assert scored(metric, texts, references) == values and metric._java is java, "started once"
+    assert score(metric, texts, references) == values and metric._java is java, "started once"
     java.meteor_p.kill()
     java.meteor_p.wait()
     metric.reset()
-    assert scored(metric, [*texts[:4], "the\nend"], references) == values and metric._java is not java, "started again"
+    assert score(metric, [*texts[:4], "the\nend"], references) == values and metric._java is not java, "started again"
 
 
 def test_meteor_names_what_to_install_and_how_java_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_meteor_names_what_to_install_and_how_java_ended(monkeypatch: pytest.Mon
         java.write_text(f"#!/bin/sh\n{script}\n")
         java.chmod(0o755)
         with pytest.raises(ConfigError, match=f"program ended: {problem}"):
-            scored(METEOR(), PREDICTIONS, REFERENCES)
+            score(METEOR(), PREDICTIONS, REFERENCES)
 
 
 @pytest.mark.parametrize("layer", [None, 1])
@@ -103,21 +103,21 @@ def test_bertscore_is_torchmetrics_with_a_local_model(tmp_path: Path, layer: int
     folder = str(tiny_models.bert(tmp_path / "tiny"))
     predictions, references = PREDICTIONS[:2], REFERENCES[:2]
     metric = BERTScore(path=folder, layer=layer)
-    found = scored(metric, predictions, references)
+    result = score(metric, predictions, references)
     expected = bert_score(predictions, references, model_name_or_path=folder, num_layers=layer, max_length=16)
     for kind, values in expected.items():
-        assert found[f"bertscore_{kind}"] == pytest.approx(float(values.double().mean()), rel=1e-6)
-    assert 0 < found["bertscore_f1"] < 1 and "tiny " in metric.provenance["model"]
+        assert result[f"bertscore_{kind}"] == pytest.approx(float(values.double().mean()), rel=1e-6)
+    assert 0 < result["bertscore_f1"] < 1 and "tiny " in metric.provenance["model"]
 
 
-@pytest.mark.parametrize("made", [tiny_models.bert, tiny_models.roberta])
+@pytest.mark.parametrize("make", [tiny_models.bert, tiny_models.roberta])
 def test_bertscore_counts_empty_texts_as_zero_and_names_truncated_ones(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: Callable[[Path], Path]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], Path]
 ) -> None:
-    metric = BERTScore(path=str(made(tmp_path)))
+    metric = BERTScore(path=str(make(tmp_path)))
     with caplog.at_level(logging.WARNING):
-        found = scored(metric, ["a cat", " ", "the " * 40], ["a cat", "a dog", "the " * 40])
-    assert found["bertscore_f1"] == pytest.approx(2 / 3, rel=1e-6)
+        result = score(metric, ["a cat", " ", "the " * 40], ["a cat", "a dog", "the " * 40])
+    assert result["bertscore_f1"] == pytest.approx(2 / 3, rel=1e-6)
     assert "1 of 1 pairs have an empty text" in caplog.text or "1 of 2 pairs have an empty text" in caplog.text
     assert "texts are longer than 16 tokens" in caplog.text
 
@@ -130,7 +130,7 @@ def test_bertscore_refuses_what_is_no_local_model(tmp_path: Path) -> None:
         build_metrics([{"type": "BERTScore", "path": str(tmp_path)}])
     folder = str(tiny_models.bert(tmp_path / "tiny"))
     with pytest.raises(ConfigError, match=r"layer is 9.*1 to 2"):
-        scored(BERTScore(path=folder, layer=9), ["a"], ["a"])
+        score(BERTScore(path=folder, layer=9), ["a"], ["a"])
 
 
 def test_exact_match_is_torchmetrics_squad() -> None:
@@ -141,9 +141,9 @@ def test_exact_match_is_torchmetrics_squad() -> None:
         [{"prediction_text": text, "id": str(n)} for n, text in enumerate(answers)],
         [{"answers": {"answer_start": [0] * len(one), "text": one}, "id": str(n)} for n, one in enumerate(references)],
     )
-    found = scored(ExactMatch(normalize="squad"), answers, references)["exact_match"]
-    assert found * 100 == pytest.approx(float(squad.compute()["exact_match"]), rel=0, abs=1e-12) and found == 0.75
-    assert scored(ExactMatch(), answers, references) == {"exact_match": 0.25}
+    value = score(ExactMatch(normalize="squad"), answers, references)["exact_match"]
+    assert value * 100 == pytest.approx(float(squad.compute()["exact_match"]), rel=0, abs=1e-12) and value == 0.75
+    assert score(ExactMatch(), answers, references) == {"exact_match": 0.25}
 
 
 def test_wrong_input_is_named() -> None:
@@ -167,7 +167,7 @@ def test_wrong_input_is_named() -> None:
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     with pytest.raises(ConfigError, match=r"BLEU needs the package sacrebleu.*pip install 'unigen_ds\[metrics\]'"):
-        scored(BLEU(), ["a"], ["a"])
+        score(BLEU(), ["a"], ["a"])
     monkeypatch.setattr(BLEU, "library", "no-such-package")
     with pytest.raises(ConfigError, match=r"metrics\[0\].*no-such-package is not installed.*unigen_ds\[metrics\]"):
         build_metrics([{"type": "BLEU"}])
@@ -179,5 +179,5 @@ def test_the_metric_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(METRICS, "_module_dict", dict(METRICS.module_dict))
     exec(code.split("```")[0], {"__name__": "own"})
     (metric,) = build_metrics([{"type": "MeanLength"}])
-    assert scored(metric, ["a b c", "a", "b c"], ["", "", ""]) == {"mean_length": 2}
+    assert score(metric, ["a b c", "a", "b c"], ["", "", ""]) == {"mean_length": 2}
     assert metric.provenance["version"] == "unigen_ds definition 1"

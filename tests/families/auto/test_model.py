@@ -46,9 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
-    found = AutoDirectory(ImageTextToText if kind in IMAGES else CausalLM).config(folder / kind)
-    settings = ModelSettings.of({**found, "model": {**found["model"], **model}})
+def open_kind(folder: Path, kind: str, **model: Any) -> tuple[Any, Any]:
+    config = AutoDirectory(ImageTextToText if kind in IMAGES else CausalLM).config(folder / kind)
+    settings = ModelSettings.of({**config, "model": {**config["model"], **model}})
     processor = build_processor(settings, seed=0)
     return build_model(settings, processor, seed=0), processor
 
@@ -95,8 +95,8 @@ def call(model: Any, processor: Any, turns: Sequence[Turn], ids: list[int]) -> t
             messages.append({"role": turn.role, "content": []})
         messages[-1]["content"].append(part)
     text = processor.tokenizer.chat.apply_chat_template(messages, tokenize=False)
-    nested = [images] if processor.pictures.by_sample or "Gemma" in type(their).__name__ else images
-    inputs = their(text=[text], images=nested if images else None, return_tensors="pt")
+    image_lists = [images] if processor.pictures.by_sample or "Gemma" in type(their).__name__ else images
+    inputs = their(text=[text], images=image_lists if images else None, return_tensors="pt")
     assert inputs["input_ids"][0].tolist() == ids
     return model(**inputs).logits[0]
 
@@ -104,7 +104,7 @@ def call(model: Any, processor: Any, turns: Sequence[Turn], ids: list[int]) -> t
 @pytest.mark.parametrize("kind", [*LANGUAGE, *IMAGES])
 def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None:
     """Of each conversation alone in transformers, of all in one batch here; packed where the model can, and in rows."""
-    model, processor = opened(folder, kind)
+    model, processor = open_kind(folder, kind)
     model.eval()  # no model has dropout in evaluation; gradients are the same
     turns = talks(folder, kind)
     samples = [processor.plan(each) for each in turns]
@@ -117,7 +117,7 @@ def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None
         parts.append(F.cross_entropy(logits.float(), torch.tensor(labels), ignore_index=-100, reduction="sum"))
     expected = torch.stack(parts).sum()
     expected.backward()
-    wanted = {name: p.grad for name, p in their.named_parameters()}
+    gradients = {name: p.grad for name, p in their.named_parameters()}
     assert batch.target_counts()["text"] == sum(label >= 0 for s in samples for label in tokens(s)[1])
     for packing in (None, False):
         model.packing = packing
@@ -127,7 +127,7 @@ def test_loss_and_gradient_are_transformers_own(folder: Path, kind: str) -> None
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         loss.backward()
         for name, parameter in model.named_parameters():
-            grad, other = parameter.grad, wanted[name]
+            grad, other = parameter.grad, gradients[name]
             if grad is None or other is None:
                 assert (grad is None or not grad.any()) and (other is None or not other.any()), name
             else:
@@ -141,7 +141,7 @@ def test_operations_are_those_of_torchs_counter(folder: Path, tmp_path: Path, ki
     if kind == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         root = write_language(tmp_path / kind, kind, **experts).parent
-    model, processor = opened(root, kind)
+    model, processor = open_kind(root, kind)
     model.transformers_model.set_experts_implementation("eager")  # the counter does not know grouped products
     words = "is it red or blue " * 5
     turns = [Turn("user", "text", words), Turn("assistant", "text", words)]
@@ -160,7 +160,7 @@ def test_a_model_that_cannot_keep_documents_apart_gets_rows(
 ) -> None:
     """Found by what it computes: here its attention ignores where documents begin."""
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
-    model, processor = opened(folder, "llama", attention="sdpa")
+    model, processor = open_kind(folder, "llama", attention="sdpa")
     batch = batch_of([processor.plan(each) for each in talks(folder, "llama")], processor)
     expected = model(batch).sums["text"]
     assert model.packing
@@ -174,7 +174,7 @@ def test_a_model_that_cannot_keep_documents_apart_gets_rows(
 
 def test_text_alone_trains_the_vision_tower_by_nothing(folder: Path) -> None:
     """A micro-batch without an image still runs the tower: its gradients are zeros, and no token of it counts."""
-    model, processor = opened(folder, "llava")
+    model, processor = open_kind(folder, "llava")
     sample = processor.plan([Turn("user", "text", "what"), Turn("assistant", "text", "red")])
     batch = batch_of([sample], processor)
     assert batch.num_tokens == sample.num_tokens < batch.position_ids.numel() and batch.num_images == 0
@@ -189,9 +189,9 @@ def test_text_alone_trains_the_vision_tower_by_nothing(folder: Path) -> None:
 
 def test_older_names_are_renamed_as_transformers_does(folder: Path, tmp_path: Path) -> None:
     """LLaVA's published files have the names of an earlier version; a model without memory is filled from them."""
-    stored = load_file(folder / "llava" / "model.safetensors")
-    assert any(name.startswith("language_model.model.") for name in stored)
-    model, _ = opened(folder, "llava")
+    tensors = load_file(folder / "llava" / "model.safetensors")
+    assert any(name.startswith("language_model.model.") for name in tensors)
+    model, _ = open_kind(folder, "llava")
     for name, tensor in theirs(folder, "llava").state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
@@ -202,7 +202,7 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, caplog: pytest.LogCa
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     write_language(tmp_path / "moe", "qwen3_moe", **experts)
     with caplog.at_level(logging.INFO, logger="unigen_ds"):
-        model, processor = opened(tmp_path, "moe")
+        model, processor = open_kind(tmp_path, "moe")
     assert "transformers joins stored tensors" in caplog.text
     batch = batch_of([processor.plan(each) for each in talks(tmp_path, "moe")], processor)
     their = theirs(tmp_path, "moe")
@@ -222,10 +222,10 @@ def test_rotary_frequencies_are_never_rounded(folder: Path) -> None:
 
 
 def test_freezing_by_patterns(folder: Path) -> None:
-    model, _ = opened(folder, "llava", freeze=["vision_tower", r"layers\.0\."])
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert "lm_head.weight" in trained and not any("vision_tower" in name or ".layers.0." in name for name in trained)
-    assert any(".layers.1." in name for name in trained)
+    model, _ = open_kind(folder, "llava", freeze=["vision_tower", r"layers\.0\."])
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert "lm_head.weight" in names and not any("vision_tower" in name or ".layers.0." in name for name in names)
+    assert any(".layers.1." in name for name in names)
     for patterns, match in (
         (["vit"], "matches no parameter"),
         (["("], "regular expression"),
@@ -240,7 +240,7 @@ def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
     for on in (False, True):
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # of a name that transformers has changed
-            model, processor = opened(folder, "smolvlm", activation_checkpointing=on)
+            model, processor = open_kind(folder, "smolvlm", activation_checkpointing=on)
         batch = batch_of([processor.plan(each) for each in talks(folder, "smolvlm")], processor)
         model.train()(batch).sums["text"].backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -248,13 +248,13 @@ def test_activation_checkpointing_changes_nothing(folder: Path) -> None:
 
 
 def test_a_larger_vocabulary_must_be_asked_for(folder: Path) -> None:
-    model, _ = opened(folder, "qwen3", config={"vocab_size": 100})
-    stored = load_file(folder / "qwen3" / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(model.lm_head.weight[:96], stored) and model.lm_head.weight[96:].abs().min() > 0
-    again, _ = opened(folder, "qwen3", config={"vocab_size": 100})
+    model, _ = open_kind(folder, "qwen3", config={"vocab_size": 100})
+    weight = load_file(folder / "qwen3" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.lm_head.weight[:96], weight) and model.lm_head.weight[96:].abs().min() > 0
+    again, _ = open_kind(folder, "qwen3", config={"vocab_size": 100})
     assert torch.equal(model.lm_head.weight, again.lm_head.weight)
     with pytest.raises(CheckpointError, match=r"does not fit the model: reshaped"):
-        opened(folder, "qwen3", config={"vocab_size": 90})
+        open_kind(folder, "qwen3", config={"vocab_size": 90})
 
 
 def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -271,9 +271,9 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors \(it holds pytorch_model\.bin\)"):
         CausalLM(pretrained=str(tmp_path / "pickled"))
-    stored = json.loads((folder / "llama" / "config.json").read_text())
+    values = json.loads((folder / "llama" / "config.json").read_text())
     classes = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Mine"}
-    own = {**stored, "model_type": "mine", "auto_map": classes}
+    own = {**values, "model_type": "mine", "auto_map": classes}
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "config.json").write_text(json.dumps(own))
     (tmp_path / "own" / "mine.py").write_text("raise AssertionError('executed')")
@@ -285,19 +285,19 @@ def test_what_cannot_work_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_which_format_a_folder_has(folder: Path, tmp_path: Path) -> None:
     """Llama and Qwen2 are a ``DecoderLM``'s, as ever."""
     for kind in (*LANGUAGE, *IMAGES):
-        found: Any = published_format(folder / kind)
+        layout: Any = published_format(folder / kind)
         expected = "ImageTextToText" if kind in IMAGES else "DecoderLM" if kind == "llama" else "CausalLM"
-        assert found.config(folder / kind)["model"]["type"] == expected
+        assert layout.config(folder / kind)["model"]["type"] == expected
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     assert published_format(tmp_path) is None
 
 
 def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only configs, tokenizer and safetensors are downloaded: neither code nor other weights. Offline it is refused."""
-    asked: dict[str, list[str]] = {}
+    requests: dict[str, list[str]] = {}
 
     def snapshot_download(name: str, *, allow_patterns: list[str], **_: object) -> str:
-        asked[name] = allow_patterns
+        requests[name] = allow_patterns
         if name != "someone/qwen3":
             raise OSError("offline")
         return str(folder / "qwen3")
@@ -306,7 +306,7 @@ def test_a_name_on_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     model = CausalLM(pretrained="someone/qwen3")
     assert torch.equal(model.lm_head.weight, theirs(folder, "qwen3").lm_head.weight)
     assert ModelTokenizer(path="someone/qwen3").eos_id == 3
-    patterns = {pattern.rpartition(".")[2] for each in asked.values() for pattern in each}
+    patterns = {pattern.rpartition(".")[2] for each in requests.values() for pattern in each}
     assert patterns <= {"json", "jinja", "txt", "model", "safetensors"}
     with pytest.raises(ConfigError, match=r"cannot be loaded from the hub: offline.*hf download someone/other"):
         CausalLM(pretrained="someone/other")

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
+from tests.support.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol, read_json
 from unigen_ds.data.images.image_files import ImageTransform
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.inference import THINK_THEN_DRAW, Context, Contexts, InterleaveInferencer
@@ -115,11 +115,11 @@ def test_guidance_ends_below_its_interval(inferencer: InterleaveInferencer, gold
     height, width = case["image_shapes"]
 
     def steps(scale: float, low: float) -> list[tuple[float, Tensor, Tensor]]:
-        kept: list[tuple[float, Tensor, Tensor]] = []
+        calls: list[tuple[float, Tensor, Tensor]] = []
         flow = replace(settings(case), text_scale=scale, interval=(low, 1.0))
         inferencer.denoise(contexts, golden["t2i.init_noise"], (height // stride, width // stride), flow=flow,
-                           on_step=lambda *step: kept.append(step))  # fmt: skip
-        return kept
+                           on_step=lambda *step: calls.append(step))  # fmt: skip
+        return calls
 
     whole, above, none = steps(4.0, 0.0), steps(4.0, 0.7), steps(1.0, 0.0)
     first = next(k for k, (t, _, _) in enumerate(above) if t <= 0.7)
@@ -168,9 +168,9 @@ def test_from_pictures_to_answers(inferencer: InterleaveInferencer, golden: dict
     for name, case in CASES["und"].items():
         images = [Image.open(BAGEL / case["png"])] if case["has_image"] else []
         prompt = words(golden[f"und.{name}.prompt_ids"])
-        made = inferencer.unified_generate(prompt, images=images, understand=True, max_length=case["max_length"])
+        result = inferencer.unified_generate(prompt, images=images, understand=True, max_length=case["max_length"])
         ids = golden[f"und.{name}.generated_ids"][1:].tolist()
-        assert made.text == inferencer.processor.tokenizer.decode(ids) and not made.images
+        assert result.text == inferencer.processor.tokenizer.decode(ids) and not result.images
 
 
 def test_an_edit_is_drawn_from_the_picture_as_both_encoders_see_it(
@@ -180,36 +180,36 @@ def test_an_edit_is_drawn_from_the_picture_as_both_encoders_see_it(
     processor, contexts = inferencer.processor, Contexts()
     flow = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0)
     picture, prompt = Image.open(BAGEL / CASES["edit"]["text_channel"]["png"]).resize((90, 61)), "1 2 3"
-    made = inferencer.unified_generate(prompt, images=[picture], flow=flow, seed=3)
-    resized = processor.vae_transform.resize(picture)
-    assert resized.size != picture.size and made.images[0].size == resized.size
-    pixels, side = processor.vae_transform(resized), processor.vae_spatial_downsample
+    result = inferencer.unified_generate(prompt, images=[picture], flow=flow, seed=3)
+    scaled_picture = processor.vae_transform.resize(picture)
+    assert scaled_picture.size != picture.size and result.images[0].size == scaled_picture.size
+    pixels, side = processor.vae_transform(scaled_picture), processor.vae_spatial_downsample
     shape = (processor.latent_channels, pixels.shape[1] // side, pixels.shape[2] // side)
     inferencer.extend_vae(contexts.full, pixels, torch.randn(shape, generator=generator(3, 0, "vae")))
-    inferencer.extend_vit(contexts.full, resized)
+    inferencer.extend_vit(contexts.full, scaled_picture)
     contexts.without_text = contexts.full.copy()
     for context in (contexts.full, contexts.without_image):
         inferencer.extend_text(context, processor.tokenizer.encode(prompt))
     grid = (pixels.shape[1] // processor.vae_downsample, pixels.shape[2] // processor.vae_downsample)
     noise = torch.randn(grid[0] * grid[1], len(golden["t2i.init_noise"][0]), generator=generator(3, 0, "draw"))
     by_hand = inferencer.decode(inferencer.denoise(contexts, noise, grid, flow=flow), grid)
-    assert made.images[0].tobytes() == to_picture(by_hand).tobytes()
+    assert result.images[0].tobytes() == to_picture(by_hand).tobytes()
 
 
 def test_thinking_comes_first_and_is_drawn_from(inferencer: InterleaveInferencer, golden: dict[str, Tensor]) -> None:
     flow, prompt = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0), words(golden["t2i.prompt_ids"])
     side = 2 * inferencer.processor.vae_downsample
-    made = inferencer.unified_generate(prompt, think=True, size=(side, side), flow=flow, max_length=6)
+    result = inferencer.unified_generate(prompt, think=True, size=(side, side), flow=flow, max_length=6)
     encode, contexts = inferencer.processor.tokenizer.encode, Contexts()
     for context in (contexts.full, contexts.without_text, contexts.without_image):
         inferencer.extend_text(context, encode(THINK_THEN_DRAW))
     for context in (contexts.full, contexts.without_image):
         inferencer.extend_text(context, encode(prompt))
     thoughts = inferencer.write(contexts.full, max_length=6)[1:]
-    assert thoughts and encode(made.text) == thoughts
+    assert thoughts and encode(result.text) == thoughts
     inferencer.extend_text(contexts.full, thoughts)
     noise = torch.randn(4, len(golden["t2i.init_noise"][0]), generator=generator(0, 0, "draw"))
     by_hand = inferencer.decode(inferencer.denoise(contexts, noise, (2, 2), flow=flow), (2, 2))
-    assert made.images[0].tobytes() == to_picture(by_hand).tobytes()
+    assert result.images[0].tobytes() == to_picture(by_hand).tobytes()
     answer = inferencer.unified_generate(prompt, think=True, understand=True, max_length=6)
     assert answer.text and not answer.images

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.golden_files import BAGEL, BAGEL_VAE, GOLDEN, read_json
+from tests.support.golden_files import BAGEL, BAGEL_VAE, GOLDEN, read_json
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.models import flow
@@ -26,8 +26,8 @@ def _json(name: str):
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
-    stated = read_json(GOLDEN / "tolerance.json")
-    return {k.removeprefix("bagel/"): v.get("suggested_atol", 0) for k, v in stated.items() if k.startswith("bagel/")}
+    values = read_json(GOLDEN / "tolerance.json")
+    return {k.removeprefix("bagel/"): v.get("suggested_atol", 0) for k, v in values.items() if k.startswith("bagel/")}
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +125,11 @@ def test_hidden_states_of_every_layer(model, batch, golden, tolerance):
         layer.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         for layer in model.language_model.model.layers
     ]
-    embedded, _order, _num_und = model._embed(batch, noisy, t_L)
+    embedding, _order, _num_und = model._embed(batch, noisy, t_L)
     hidden, index_of = model.hidden_states(batch, noisy, t_L)
     for handle in handles:
         handle.remove()
-    _close(embedded[index_of], golden["mid.packed_sequence"], tolerance["mid.packed_sequence"])
+    _close(embedding[index_of], golden["mid.packed_sequence"], tolerance["mid.packed_sequence"])
     assert len(outputs) > 0
     for number, output in enumerate(outputs):
         name = f"mid.layer_{number}_out"
@@ -145,15 +145,15 @@ def test_losses_and_gradients(model, batch, golden, tolerance):
     assert counts == {"text": plan["n_ce"], "image": plan["n_mse"]}
     _close(terms.sums["text"] / counts["text"], torch.tensor(plan["ce_mean"]), tolerance["ce_mean"])
     _close(terms.sums["image"] / counts["image"], torch.tensor(plan["mse_mean"]), tolerance["mse_mean"])
-    loss = terms.weighted({"text": 1.0, "image": 1.0}, counts)
+    loss = terms.weighted_sum({"text": 1.0, "image": 1.0}, counts)
     _close(loss, torch.tensor(plan["loss"]), tolerance["loss"])
     loss.backward()
-    checked = 0
+    count = 0
     for name, expected in golden.items():
         if name.startswith("grad."):
             _close(model.get_parameter(name[5:]).grad, expected, tolerance["grad (full tensors)"])
-            checked += 1
-    assert checked == len(plan["grad_full"])
+            count += 1
+    assert count == len(plan["grad_full"])
     for name, norm in plan["grad_norm"].items():
         grad = model.get_parameter(name).grad
         if norm is None:
@@ -176,7 +176,7 @@ def test_an_image_is_encoded_as_if_it_were_alone(batch, golden, tolerance):
         )
         alone = encode_by_size(model.vae, one, model.latent_patch_size)
         _close(patches, alone, atol)
-    padded = flow.patchify_latents(golden["padded_latent"], batch.latent_shapes, model.latent_patch_size)
-    assert (together - padded).abs().max() > 1000 * atol or len({*batch.latent_shapes}) == 1
+    with_padding = flow.patchify_latents(golden["padded_latent"], batch.latent_shapes, model.latent_patch_size)
+    assert (together - with_padding).abs().max() > 1000 * atol or len({*batch.latent_shapes}) == 1
     terms = model(batch)
     assert all(torch.isfinite(value) for value in terms.sums.values())

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import SiglipConfig, SiglipModel, SiglipVisionConfig, SiglipVisionModel
 
-from tests.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
+from tests.support.golden_files import BAGEL, BAGEL_META, BAGEL_VAE, atol
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.families.bagel.model import UnifiedModel
-from unigen_ds.families.bagel.published import EXPORTED, FILES, BagelDirectory, read_pretrained
+from unigen_ds.families.bagel.published import EXPORT, FILES, BagelDirectory, read_pretrained
 from unigen_ds.families.nanovlm import published as nanovlm
 from unigen_ds.models.layers import sincos_2d
 from unigen_ds.models.weights import stored_tensors
@@ -68,33 +68,31 @@ def test_every_size_is_read_from_the_files(model: UnifiedModel) -> None:
 def test_scale_and_shift_are_set_in_addition_to_the_directory() -> None:
     """No published file contains them: ``model.vae`` overrides FLUX's values; all sizes are read from the files."""
     golden = load_file(BAGEL / "vae.safetensors")
-    given = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
-    made = UnifiedModel(**given)  # type: ignore[arg-type]
+    options = {"pretrained": str(BAGEL), "vae": BAGEL_VAE}
+    model = UnifiedModel(**options)  # type: ignore[arg-type]
     with torch.no_grad():
-        latents = made.vae.encode(golden["image"], golden["noise"])
+        latents = model.vae.encode(golden["image"], golden["noise"])
         torch.testing.assert_close(latents, golden["latent_sampled"], atol=atol("bagel/vae.latent_sampled"), rtol=0)
         scale, shift = 2 * BAGEL_VAE["scale_factor"], BAGEL_VAE["shift_factor"] - 1
         other = UnifiedModel(pretrained=str(BAGEL), vae={"scale_factor": scale, "shift_factor": shift})
         expected = 2 * latents + scale
         torch.testing.assert_close(other.vae.encode(golden["image"], golden["noise"]), expected)
-    assert UnifiedModel.processor_sizes(given) == UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
+    assert UnifiedModel.processor_sizes(options) == UnifiedModel.processor_sizes({"pretrained": str(BAGEL)})
 
 
 def test_round_trip_is_bit_equal(model: UnifiedModel, directory: Path, tmp_path: Path) -> None:
     write(model, tmp_path / "out", source=directory)
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {*FILES, "tokenizer.json", EXPORTED, DIGESTS}, (
-        "values that no public file has are in a separate file"
-    )
-    for path in (path for path in (tmp_path / "out").iterdir() if path.name not in (EXPORTED, DIGESTS)):
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {*FILES, "tokenizer.json", EXPORT, DIGESTS}, "values that no public file has are in a separate file"
+    for path in (path for path in (tmp_path / "out").iterdir() if path.name not in (EXPORT, DIGESTS)):
         assert path.read_bytes() == (directory / path.name).read_bytes(), path.name
 
 
 def test_configs_are_written_where_there_is_no_source(model: UnifiedModel, tmp_path: Path) -> None:
     write(model, tmp_path / "out", dtype=torch.bfloat16)
     for name in CONFIGS:
-        written, read = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", BAGEL))
-        assert {key: read[key] for key in written} == written
+        export, read = (json.loads((folder / name).read_text()) for folder in (tmp_path / "out", BAGEL))
+        assert {key: read[key] for key in export} == export
     again = UnifiedModel(pretrained=str(tmp_path / "out"))
     assert again.sizes == model.sizes
     for name, tensor in model.state_dict().items():
@@ -111,10 +109,10 @@ def test_the_table_of_vit_positions_may_be_smaller_than_the_tower_has_learned(di
     save_file(tensors, directory / FILES[2])
     model = UnifiedModel(pretrained=str(directory))
     assert torch.equal(model.vit_pos_embed.pos_embed, tensors[name])
-    given = {"pretrained": str(directory)}
-    assert UnifiedModel.processor_sizes(given)["vit_max_patches_per_side"] == side
+    options = {"pretrained": str(directory)}
+    assert UnifiedModel.processor_sizes(options)["vit_max_patches_per_side"] == side
     with pytest.raises(ConfigError, match=f"vit_max_patches_per_side is {side + 2}. Allowed: at most {side + 1}"):
-        UnifiedModel(**given, vit_max_patches_per_side=side + 2)  # type: ignore[arg-type]
+        UnifiedModel(**options, vit_max_patches_per_side=side + 2)  # type: ignore[arg-type]
 
 
 def test_nothing_that_does_not_fit_is_silent(directory: Path) -> None:
@@ -123,12 +121,12 @@ def test_nothing_that_does_not_fit_is_silent(directory: Path) -> None:
     weights["other.weight"] = torch.zeros(1)
     weights["vae2llm.bias"] = weights["vae2llm.bias"][1:]
     save_file(weights, directory / FILES[2])
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as error:
         UnifiedModel(pretrained=str(directory))
     width = len(weights["vae2llm.bias"])
-    reshaped = f"reshaped: vae2llm.bias ({width},) for ({width + 1},)"
-    for text in ("missing: llm2vae.bias", "unexpected: other.weight", reshaped):
-        assert text in str(caught.value)
+    shape_error = f"reshaped: vae2llm.bias ({width},) for ({width + 1},)"
+    for text in ("missing: llm2vae.bias", "unexpected: other.weight", shape_error):
+        assert text in str(error.value)
 
 
 @pytest.fixture
@@ -165,23 +163,23 @@ def test_from_a_language_model_a_vision_tower_and_an_autoencoder(
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     with caplog.at_level(logging.INFO, "unigen_ds"):
         sizes = {key: model.sizes[key] for key in ("latent_patch_size", "max_latent_size", "vit_max_patches_per_side")}
-        made = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, **sizes)
-    state, published = made.state_dict(), model.state_dict()
-    for name, tensor in published.items():
+        new = UnifiedModel(pretrained=parts, copy_init_moe=copy_init_moe, **sizes)
+    state, expected = new.state_dict(), model.state_dict()
+    for name, tensor in expected.items():
         if name.startswith(("vit_model.", "vae.")):
             assert torch.equal(state[name], tensor), name
     und = "language_model.model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(state[und], published[und])
-    assert torch.equal(state["language_model.lm_head.weight"], published["language_model.model.embed_tokens.weight"])
+    assert torch.equal(state[und], expected[und])
+    assert torch.equal(state["language_model.lm_head.weight"], expected["language_model.model.embed_tokens.weight"])
     assert torch.equal(state[und.replace("mlp", "mlp_moe_gen")], state[und]) == copy_init_moe
-    assert torch.equal(state["language_model.model.norm_moe_gen.weight"], published["language_model.model.norm.weight"]
+    assert torch.equal(state["language_model.model.norm_moe_gen.weight"], expected["language_model.model.norm.weight"]
                        ) == copy_init_moe  # fmt: skip
     assert "not used: " in caplog.text and "vision_model.head.probe" in caplog.text
     assert ("copied from und: " in caplog.text) == copy_init_moe and "initialised: " in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("file", "stated", "message"),
+    ("file", "values", "message"),
     [
         (CONFIGS[0], {"hidden_act": "gelu"}, r"llm_config\.json: hidden_act is 'gelu'"),
         (CONFIGS[0], {"use_sliding_window": True}, "use_sliding_window is True"),
@@ -191,10 +189,10 @@ def test_from_a_language_model_a_vision_tower_and_an_autoencoder(
     ],
 )
 def test_a_config_that_means_other_numbers_is_refused(
-    directory: Path, file: str, stated: dict[str, object], message: str
+    directory: Path, file: str, values: dict[str, object], message: str
 ) -> None:
     config = json.loads((directory / file).read_text())
-    (directory / file).write_text(json.dumps(config | stated))
+    (directory / file).write_text(json.dumps(config | values))
     with pytest.raises(ConfigError, match=message):
         UnifiedModel(pretrained=str(directory))
 
@@ -221,8 +219,8 @@ def test_files_larger_than_memory_are_mapped_when_they_are_read(tmp_path):
     with (tmp_path / "large.safetensors").open("wb") as stream:
         stream.write(struct.pack("<Q", len(header)) + header)
         stream.truncate(8 + len(header) + 2**41)  # a hole: it needs nothing on the disk
-    found = stored_tensors(tmp_path / "large.safetensors")
-    assert found["w"].shape == (2**20, 2**20)
+    tensors = stored_tensors(tmp_path / "large.safetensors")
+    assert tensors["w"].shape == (2**20, 2**20)
 
 
 def test_a_vision_tower_is_read_as_it_is_saved_alone_and_as_a_part(tmp_path: Path) -> None:
@@ -234,6 +232,6 @@ def test_a_vision_tower_is_read_as_it_is_saved_alone_and_as_a_part(tmp_path: Pat
     both.save_pretrained(tmp_path / "both")
     SiglipVisionModel(vision).save_pretrained(tmp_path / "alone")
     for read in (read_pretrained, nanovlm.read_published):
-        found = [read({"vit": str(tmp_path / name)}) for name in ("both", "alone")]
-        names = [{name for name in each.tensors if "vision_model." in name} for each in found]
+        states = [read({"vit": str(tmp_path / name)}) for name in ("both", "alone")]
+        names = [{name for name in each.tensors if "vision_model." in name} for each in states]
         assert names[0] == names[1] and len(names[0]) > 30

@@ -27,7 +27,7 @@ PROMPTS = [draw_prompt(digit) for digit in (3, 8, 1)]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Any, UnifiedProcessor, list[Image.Image]]:
+def small(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Any, UnifiedProcessor, list[Image.Image]]:
     config = tiny_config(tmp_path_factory.mktemp("sampler") / "run", digits, param_scheduler=[])
     runner = Runner.from_cfg(config, max_updates=40)
     runner.train()
@@ -35,26 +35,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Any
     return runner.backend.model.eval(), runner.processor, images
 
 
-def drawn(trained: Any, prompts: list[str], *, seed: int = 0, **flow: Any) -> list[Tensor]:
-    model, processor, _ = trained
+def sample(small: Any, prompts: list[str], *, seed: int = 0, **flow: Any) -> list[Tensor]:
+    model, processor, _ = small
     return draw(model, processor, prompts, size=SIZE, flow=FlowSettings(num_timesteps=4, **flow), seed=seed)
 
 
 @pytest.mark.parametrize("renorm", RENORMS)
-def test_an_image_does_not_depend_on_how_many_are_drawn_together(trained: Any, renorm: str) -> None:
-    together = drawn(trained, PROMPTS, text_scale=2.0, renorm=renorm)
+def test_an_image_does_not_depend_on_how_many_are_drawn_together(small: Any, renorm: str) -> None:
+    together = sample(small, PROMPTS, text_scale=2.0, renorm=renorm)
     assert [image.shape for image in together] == [(1, *SIZE)] * 3
     for number in (1, 2):
-        for one, other in zip(drawn(trained, PROMPTS[:number], text_scale=2.0, renorm=renorm), together, strict=False):
+        for one, other in zip(sample(small, PROMPTS[:number], text_scale=2.0, renorm=renorm), together, strict=False):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert (together[0] - together[1]).abs().max() > 0.1, "each place has its own noise"
-    other_seed = drawn(trained, PROMPTS[:1], text_scale=2.0, renorm=renorm, seed=1)
+    other_seed = sample(small, PROMPTS[:1], text_scale=2.0, renorm=renorm, seed=1)
     assert (other_seed[0] - together[0]).abs().max() > 0.1
 
 
-def by_hand(trained: Any, prompt: str, *, num_timesteps: int, shift: float, scale: float, seed: int) -> Tensor:
+def by_hand(small: Any, prompt: str, *, num_timesteps: int, shift: float, scale: float, seed: int) -> Tensor:
     """Euler steps from noise to image, written out for one image."""
-    model, processor, _ = trained
+    model, processor, _ = small
     split = ImageSplit("", "noise", GRID)
     empty = torch.zeros(1, *SIZE)
     place = LoadedImage(split, None, empty, empty, torch.zeros(GRID[0] * GRID[1], WIDTH), 0.0)
@@ -71,10 +71,10 @@ def by_hand(trained: Any, prompt: str, *, num_timesteps: int, shift: float, scal
 
 @pytest.mark.parametrize(("num_timesteps", "shift", "scale"), [(2, 1.0, 2.0), (4, 3.0, 1.0), (4, 3.0, 2.5)])
 @torch.no_grad()
-def test_steps_written_out(trained: Any, num_timesteps: int, shift: float, scale: float) -> None:
-    expected = by_hand(trained, PROMPTS[0], num_timesteps=num_timesteps, shift=shift, scale=scale, seed=7)
+def test_steps_written_out(small: Any, num_timesteps: int, shift: float, scale: float) -> None:
+    expected = by_hand(small, PROMPTS[0], num_timesteps=num_timesteps, shift=shift, scale=scale, seed=7)
     flow = FlowSettings(num_timesteps=num_timesteps, timestep_shift=shift, text_scale=scale)
-    (image,) = draw(trained[0], trained[1], PROMPTS[:1], size=SIZE, flow=flow, seed=7)
+    (image,) = draw(small[0], small[1], PROMPTS[:1], size=SIZE, flow=flow, seed=7)
     torch.testing.assert_close(image, expected, rtol=1e-4, atol=1e-5)
     noise = torch.randn(GRID[0] * GRID[1], WIDTH, generator=generator(7, 0, "draw"))
     assert (image - unpatchify_latent(noise, GRID, 2)).abs().max() > 1e-2, "the model moves the noise"

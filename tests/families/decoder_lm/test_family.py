@@ -19,7 +19,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.samples.splits import TextSplit
-from unigen_ds.families.auto.loading import config_of
+from unigen_ds.families.auto.loading import auto_config
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
@@ -37,10 +37,10 @@ LENGTHS = (9, 30, 5, 8, 8, 31)
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as transformers writes it, in several files; the head of the tied one is not stored."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config_of(None, {**KINDS[request.param], "initializer_range": 0.3}))
+    model = AutoModelForCausalLM.from_config(auto_config(None, {**KINDS[request.param], "initializer_range": 0.3}))
     folder = tmp_path_factory.mktemp(request.param) / "model"
     model.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -56,9 +56,9 @@ def batch_of(lengths: Sequence[int], *, seed: int = 0) -> PackedBatch:
     return pack_documents(documents, UnifiedProcessor(ByteTokenizer()))
 
 
-def test_logits_are_those_of_transformers(published: Path) -> None:
-    model = DecoderLM(pretrained=str(published)).eval()
-    theirs = AutoModelForCausalLM.from_pretrained(published, attn_implementation="sdpa").eval()
+def test_logits_are_those_of_transformers(directory: Path) -> None:
+    model = DecoderLM(pretrained=str(directory)).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
     batch = batch_of([40])
     with torch.no_grad():
         expected = theirs(input_ids=batch.text_ids[None]).logits[0]
@@ -66,9 +66,9 @@ def test_logits_are_those_of_transformers(published: Path) -> None:
         torch.testing.assert_close(model.next_token_logits(batch)[0], model.logits(batch)[-1])
 
 
-def test_packed_is_as_alone(published: Path) -> None:
+def test_packed_is_as_alone(directory: Path) -> None:
     """Logits, loss and gradients; a token of another sample changes no bit."""
-    model = DecoderLM(pretrained=str(published))
+    model = DecoderLM(pretrained=str(directory))
     packed, alone = batch_of(LENGTHS), [batch_of([n], seed=i) for i, n in enumerate(LENGTHS)]
     logits = model.logits(packed)
     torch.testing.assert_close(logits, torch.cat([model.logits(each) for each in alone]), rtol=1e-5, atol=1e-5)
@@ -107,7 +107,7 @@ def test_dropout_is_configurable_and_keeps_samples_apart() -> None:
     torch.testing.assert_close(with_scores.logits(batch), plain.logits(batch))
 
 
-def filled(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
+def fill(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
     """A model on the meta device, filled as by the runner."""
     names = tuple(name for name, _ in model.named_parameters())
     reader, backend = model.initial_weights(seed=seed), SingleBackend()
@@ -117,12 +117,12 @@ def filled(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
     return model
 
 
-def test_read_into_a_model_without_memory(published: Path) -> None:
+def test_read_into_a_model_without_memory(directory: Path) -> None:
     with torch.device("meta"):
-        model = DecoderLM(pretrained=str(published))
+        model = DecoderLM(pretrained=str(directory))
     assert all(p.is_meta for p in model.parameters())
-    whole = DecoderLM(pretrained=str(published))
-    for (name, a), b in zip(filled(model).state_dict().items(), whole.state_dict().values(), strict=True):
+    whole = DecoderLM(pretrained=str(directory))
+    for (name, a), b in zip(fill(model).state_dict().items(), whole.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     assert (
         model.lm_head.weight is model.model.embed_tokens.weight
@@ -133,7 +133,7 @@ def test_read_into_a_model_without_memory(published: Path) -> None:
 def test_initial_values() -> None:
     with torch.device("meta"):
         models = [DecoderLM(llm={**KINDS["qwen2"], "initializer_range": 0.1}) for _ in range(3)]
-    states = [filled(model, seed=seed).state_dict() for model, seed in zip(models, (1, 1, 2), strict=True)]
+    states = [fill(model, seed=seed).state_dict() for model, seed in zip(models, (1, 1, 2), strict=True)]
     embedding = "model.embed_tokens.weight"
     assert torch.equal(states[0][embedding], states[1][embedding])
     assert not torch.equal(states[0][embedding], states[2][embedding])
@@ -142,10 +142,10 @@ def test_initial_values() -> None:
     assert not states[0]["model.layers.0.self_attn.q_proj.bias"].any()
 
 
-def test_what_cannot_work_is_refused(published: Path) -> None:
-    other = {"llama": "qwen2", "qwen2": "llama"}[json.loads((published / "config.json").read_text())["model_type"]]
+def test_what_cannot_work_is_refused(directory: Path) -> None:
+    other = {"llama": "qwen2", "qwen2": "llama"}[json.loads((directory / "config.json").read_text())["model_type"]]
     for arguments, match in (
-        ({"pretrained": str(published), "llm": {"model_type": other}}, "the files have"),
+        ({"pretrained": str(directory), "llm": {"model_type": other}}, "the files have"),
         ({"llm": {**KINDS["llama"], "model_type": "mistral"}}, "model_type is 'mistral'"),
         ({"llm": {**KINDS["llama"], "num_layers": 3}}, "did you mean 'num_hidden_layers'"),
         ({"llm": {**KINDS["llama"], "hidden_size": "wide"}}, "hidden_size"),

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.golden_files import GOLDEN, NANOVLM, read_json
+from tests.support.golden_files import GOLDEN, NANOVLM, read_json
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import patchify
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
@@ -28,7 +28,7 @@ from unigen_ds.families.nanovlm.published import EXTRA_TOKENS, save_nanovlm, to_
 from unigen_ds.inference.answers import continue_prompts
 
 META, CONFIG = read_json(NANOVLM / "golden.json"), read_json(NANOVLM / "config.json")
-Document = list[Loaded]
+Document = list[LoadedSplit]
 
 
 class Ids:
@@ -39,8 +39,8 @@ class Ids:
 
 @pytest.fixture(scope="module")
 def tolerance() -> dict[str, float]:
-    stated = read_json(GOLDEN / "tolerance.json")
-    own = {k.removeprefix("nanovlm/"): v for k, v in stated.items() if k.startswith("nanovlm/")}
+    values = read_json(GOLDEN / "tolerance.json")
+    own = {k.removeprefix("nanovlm/"): v for k, v in values.items() if k.startswith("nanovlm/")}
     return {name: value.get("suggested_atol", 0) for name, value in own.items()}
 
 
@@ -57,16 +57,16 @@ def model() -> VLM:
 @pytest.fixture(scope="module")
 def processor() -> VLMProcessor:
     sizes = VLM.processor_sizes(vlm_arguments(CONFIG))
-    made = VLMProcessor(Ids(), **sizes, max_image_size=CONFIG["max_img_size"])  # type: ignore[arg-type]
-    assert made.tokens_per_tile == CONFIG["mp_image_token_length"]
-    return made
+    processor = VLMProcessor(Ids(), **sizes, max_image_size=CONFIG["max_img_size"])  # type: ignore[arg-type]
+    assert processor.tokens_per_tile == CONFIG["mp_image_token_length"]
+    return processor
 
 
 def documents(
     ids: Tensor, mask: Tensor, tiles: Tensor | None, processor: VLMProcessor, targets: Tensor | None = None
 ) -> list[list[Document]]:
     """Row by row its samples: the runs of real tokens. Pads after a sample belong to the start of the next."""
-    left = list(tiles) if tiles is not None else []
+    rest = list(tiles) if tiles is not None else []
     rows = []
     for row in range(len(ids)):
         samples: list[Document] = []
@@ -77,9 +77,9 @@ def documents(
             if not mask[row, indices[0]]:
                 gap = [DroppedImage()] * len(indices)
                 continue
-            samples.append([*gap, *splits(ids[row, indices].tolist(), [labels[p] for p in indices], left, processor)])
+            samples.append([*gap, *splits(ids[row, indices].tolist(), [labels[p] for p in indices], rest, processor)])
         rows.append(samples)
-    assert not left, "tiles without an image token"
+    assert not rest, "tiles without an image token"
     return rows
 
 
@@ -87,15 +87,15 @@ def run_lengths(mask: Tensor) -> list[int]:
     return torch.unique_consecutive(mask, return_counts=True)[1].tolist()
 
 
-def splits(ids: list[int], labels: list[int], left: list[Tensor], processor: VLMProcessor) -> Document:
-    """Text before the image, all its tiles (removed from ``left``), text after it."""
+def splits(ids: list[int], labels: list[int], rest: list[Tensor], processor: VLMProcessor) -> Document:
+    """Text before the image, all its tiles (removed from ``rest``), text after it."""
     indices = [i for i, token in enumerate(ids) if token == Ids.image_id]
     if not indices:
         return [TokenSplit(tuple(ids), tuple(labels))]
     first, last = indices[0] - 1, indices[-1] + 1
     number = len(indices) // processor.tokens_per_tile
-    taken, left[:number] = left[:number], []
-    patches = torch.cat([patchify(tile, processor.vit_patch_size) for tile in taken])
+    part, rest[:number] = rest[:number], []
+    patches = torch.cat([patchify(tile, processor.vit_patch_size) for tile in part])
     return [
         TokenSplit(tuple(ids[:first]), tuple(labels[:first])),
         LoadedTiles(TiledSplit("", tuple(ids[first:last]), Ids.image_id, number), patches),
@@ -120,9 +120,9 @@ def _close(actual, expected, atol):
 @torch.no_grad()
 def test_vision_and_connector(model, rows, processor, golden, tolerance):
     batch = shared(rows, processor)
-    seen = model.vision_model(batch.vit_patches, batch.vit_position_ids, batch.vit_lengths)
-    _close(seen, golden["mid.vit_out"].flatten(0, 1), tolerance["mid.vit_out"])
-    _close(model.connector(seen), golden["mid.mp_out"].flatten(0, 1), tolerance["mid.mp_out"])
+    vision = model.vision_model(batch.vit_patches, batch.vit_position_ids, batch.vit_lengths)
+    _close(vision, golden["mid.vit_out"].flatten(0, 1), tolerance["mid.vit_out"])
+    _close(model.connector(vision), golden["mid.mp_out"].flatten(0, 1), tolerance["mid.mp_out"])
 
 
 @torch.no_grad()
@@ -167,8 +167,8 @@ def test_greedy_generation(model, processor, golden, tolerance, case):
     ids, mask = golden[f"{name}.input_ids"], golden[f"{name}.attention_mask"]
     prompts = [row[0] for row in documents(ids, mask, golden.get(f"{name}.images"), processor)]
     limits = {"max_new_tokens": settings["max_new_tokens"]}
-    generated = continue_prompts(model, processor, prompts, **limits)
-    for row, (ours, theirs) in enumerate(zip(generated, golden[f"{name}.generated_ids"].tolist(), strict=True)):
+    answers = continue_prompts(model, processor, prompts, **limits)
+    for row, (ours, theirs) in enumerate(zip(answers, golden[f"{name}.generated_ids"].tolist(), strict=True)):
         end = theirs.index(Ids.eos_id) + 1 if Ids.eos_id in theirs else len(theirs)
         assert ours == theirs[:end]
         longer = [prompts[row] + [TokenSplit(tuple(ours[:n]), (-100,) * n)] for n in range(len(ours))]
@@ -232,37 +232,37 @@ def test_from_a_vision_tower_and_a_language_model(tmp_path, caplog, monkeypatch)
     settings: dict[str, Any] = {"pixel_shuffle_factor": CONFIG["mp_pixel_shuffle_factor"], "llm": extra}
     parts = {part: tmp_path / part for part in ("vit", "llm")}
     state = whole.state_dict()
-    seen = {name: t for name, t in state.items() if name.startswith("vision_model.")}
+    vit_state = {name: t for name, t in state.items() if name.startswith("vision_model.")}
     patches = "vision_model.embeddings.patch_embedding.weight"
-    seen[patches] = seen[patches].unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
-    seen |= {"logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}
+    vit_state[patches] = vit_state[patches].unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
+    vit_state |= {"logit_scale": torch.ones(1), "text_model.head.bias": torch.ones(1)}
     text = {n.removeprefix("language_model."): t for n, t in state.items() if n.startswith("language_model.model.")}
     words = text["model.embed_tokens.weight"][: CONFIG["lm_base_vocab_size"]].clone()
     text["model.embed_tokens.weight"] = words
     llm = {**whole.llm_config, "vocab_size": CONFIG["lm_base_vocab_size"], "model_type": "llama"}
-    for part, config, tensors in (("vit", {"vision_config": whole.vit_config}, seen), ("llm", llm, text)):
+    for part, config, tensors in (("vit", {"vision_config": whole.vit_config}, vit_state), ("llm", llm, text)):
         parts[part].mkdir()
         (parts[part] / "config.json").write_text(json.dumps(config))
         save_file(tensors, parts[part] / "model.safetensors")
-    given = {part: str(path) for part, path in parts.items()}
+    folders = {part: str(path) for part, path in parts.items()}
     monkeypatch.setattr(logging.getLogger("unigen_ds"), "propagate", True)
     with caplog.at_level(logging.INFO, "unigen_ds"):
-        made = VLM(pretrained=given, **settings)
-    assert (made.llm_config, made.vit_config) == (whole.llm_config, whole.vit_config)
-    for name, tensor in made.state_dict().items():
+        new = VLM(pretrained=folders, **settings)
+    assert (new.llm_config, new.vit_config) == (whole.llm_config, whole.vit_config)
+    for name, tensor in new.state_dict().items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
             assert torch.equal(tensor[: len(words)], words) and tensor[len(words) :].std() == pytest.approx(0.02, 0.1)
         elif not name.startswith("connector."):
             assert torch.equal(tensor, state[name]), name
-    assert made.language_model.lm_head.weight is made.language_model.model.embed_tokens.weight
+    assert new.language_model.lm_head.weight is new.language_model.model.embed_tokens.weight
     for line in ("more rows than stored: language_model.model.embed_tokens.weight", "initialised: connector.proj",
                  "not used: logit_scale"):  # fmt: skip
         assert line in caplog.text
     with pytest.raises(CheckpointError, match=r"reshaped: .*embed_tokens"):
-        VLM(pretrained=given, **{**settings, "llm": {"vocab_size": CONFIG["lm_base_vocab_size"] - 1}})
+        VLM(pretrained=folders, **{**settings, "llm": {"vocab_size": CONFIG["lm_base_vocab_size"] - 1}})
     (parts["llm"] / "config.json").write_text(json.dumps({**llm, "rope_scaling": {"rope_type": "llama3"}}))
     with pytest.raises(ConfigError, match=r"llm/config\.json: rope_type is 'llama3'"):
-        VLM(pretrained=given, **settings)
+        VLM(pretrained=folders, **settings)
 
 
 def test_default_trio() -> None:

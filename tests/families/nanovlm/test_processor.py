@@ -70,19 +70,19 @@ def test_a_batch_of_a_text_and_two_pictures(tmp_path, tokenizer) -> None:
     targets = tokenizer.chat.decode(ids[batch.text_target_index + 1])
     assert targets == "yo<|im_end|>\nok<|im_end|>\n"
     assert torch.equal(ids[batch.text_target_index + 1], batch.text_target_ids)
-    shown = tokenizer.chat.decode(ids[batch.document_lengths[0] :])
+    content = tokenizer.chat.decode(ids[batch.document_lengths[0] :])
     first = "".join(["<|image|>"] * PER_TILE)
-    assert shown.startswith(f"<|im_start|>user\n<image: 0>{GLOBAL_TOKEN}{first}<row_1_col_1>{first}")
-    assert f"<row_2_col_3>{first}<image: 1>{GLOBAL_TOKEN}{first}two?<|im_end|>\n" in shown
+    assert content.startswith(f"<|im_start|>user\n<image: 0>{GLOBAL_TOKEN}{first}<row_1_col_1>{first}")
+    assert f"<row_2_col_3>{first}<image: 1>{GLOBAL_TOKEN}{first}two?<|im_end|>\n" in content
 
 
 def test_an_image_that_does_not_fit_goes_with_all_that_follows(tmp_path, tokenizer) -> None:
     picture(tmp_path / "a.png", 40, 40)
     data = dataset(tmp_path, make(tokenizer), talk(image("user", "a.png"), text("assistant", "no")))
     whole = data.sample(0)
-    shortened = whole.truncated(whole.num_tokens - 40)
+    short = whole.truncate(whole.num_tokens - 40)
     assert any(isinstance(split, TiledSplit) for split in whole.splits)
-    assert not any(isinstance(split, TiledSplit) for split in shortened.splits) and shortened.num_tokens < 10
+    assert not any(isinstance(split, TiledSplit) for split in short.splits) and short.num_tokens < 10
 
 
 def test_fingerprint_follows_what_changes_a_plan(tokenizer, tmp_path) -> None:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import processes
-from tests.processes import ENVIRONMENT, ROOT
+from tests.support import processes
+from tests.support.processes import ENVIRONMENT, ROOT
 from tests.text_run import log, text_config, words
 from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
@@ -109,8 +109,8 @@ def config(
         for k in range(40)
     ]
     own = {key: hook.pop(key) for key in list(hook) if "__" in key or key in ("resume", "train_cfg", "custom_hooks")}
-    given = {"interval": 2, "unit": "update", "poll_seconds": 0, **hook}
-    evaluate = [] if without else [{"type": "AsyncEvaluateHook", "command": command, **given}]
+    options = {"interval": 2, "unit": "update", "poll_seconds": 0, **hook}
+    evaluate = [] if without else [{"type": "AsyncEvaluateHook", "command": command, **options}]
     return text_config(folder, records, **{
         "train_cfg": {"max_updates": updates},
         "default_hooks__checkpoint": {"interval": 1, "by_epoch": False, "max_keep_ckpts": 1},
@@ -125,7 +125,7 @@ def run(folder: Path, command: Any, **arguments: Any) -> Runner:
     return runner
 
 
-def logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
+def logged_results(folder: Path) -> list[tuple[int, dict[str, float]]]:
     lines = read_lines(folder / "run" / "metrics.jsonl")
     return [(line["update"], {k: v for k, v in line.items() if k.startswith("lmms_eval/")})
             for line in lines if line.get("event") == "async_evaluation"]  # fmt: skip
@@ -141,7 +141,7 @@ def until(condition: Any, seconds: float = 30.0) -> None:
 def test_a_local_process_evaluates_while_the_training_continues(tmp_path, script):
     """Its checkpoint is kept until then, and its result is logged once, at its update."""
     run(tmp_path, f"{script} 0.3", updates=8, wait=(7,))
-    assert logged(tmp_path)[:3] == [
+    assert logged_results(tmp_path)[:3] == [
         (n, {"lmms_eval/mmstar/average": 0.5, "lmms_eval/mme": float(n)}) for n in (2, 4, 6)
     ]
     text = log(tmp_path)
@@ -150,7 +150,7 @@ def test_a_local_process_evaluates_while_the_training_continues(tmp_path, script
     until((tmp_path / "run" / "eval_results" / "run" / "step_8.json").exists)
     for updates in (8, 9):
         run(tmp_path, f"{script} 0.3", updates=updates, resume=True, wait_at_end=True)
-        assert [update for update, _ in logged(tmp_path)] == [2, 4, 6, 8]
+        assert [update for update, _ in logged_results(tmp_path)] == [2, 4, 6, 8]
     assert sorted(path.name for path in (tmp_path / "run").glob("*.pth")) == ["iter_9.pth"]
     assert not list((tmp_path / "run" / "eval_results" / "run").glob("*.job"))
 
@@ -174,7 +174,7 @@ def slow(tmp_path: Path) -> str:
     return f"{sys.executable} {tmp_path / 'slow.py'} {{out}} {{checkpoint}} {tmp_path / 'seen.txt'} {tmp_path / 'go'}"
 
 
-def seen(folder: Path) -> list[str]:
+def calls(folder: Path) -> list[str]:
     return [line.split()[0] for line in (folder / "seen.txt").read_text().splitlines()]
 
 
@@ -185,14 +185,14 @@ def test_what_waits_when_the_training_has_ended_is_evaluated(tmp_path, slow):
     assert training.returncode == 0, training.stderr
     text = training.stderr
     assert "Evaluations without a result yet: update 2, 4, 6; process " in text and "one at a time" in text
-    assert "checkpoints are kept" in text and "tools/report.py" in text and not logged(tmp_path)
+    assert "checkpoints are kept" in text and "tools/report.py" in text and not logged_results(tmp_path)
     assert sorted(path.name for path in (tmp_path / "run").glob("*.pth")) == ["iter_2.pth", "iter_4.pth", "iter_6.pth"]
     (tmp_path / "go").touch()
     until((folder / "step_6.json").exists)
-    assert seen(tmp_path) == ["begins", "ends"] * 3, "one at a time"
+    assert calls(tmp_path) == ["begins", "ends"] * 3, "one at a time"
     assert not (folder / "worker.log").read_text()
     run(tmp_path, slow, updates=6, resume=True, wait_at_end=True)
-    assert [update for update, _ in logged(tmp_path)] == [2, 4, 6] and not list(folder.glob("*.job"))
+    assert [update for update, _ in logged_results(tmp_path)] == [2, 4, 6] and not list(folder.glob("*.job"))
 
 
 def test_a_stopped_run_starts_nothing_more_until_its_next_start(tmp_path, slow):
@@ -206,7 +206,7 @@ def test_a_stopped_run_starts_nothing_more_until_its_next_start(tmp_path, slow):
     assert hook._folder.worker.wait(30) == 0
     assert not (tmp_path / "seen.txt").exists() or "iter_4.pth" not in (tmp_path / "seen.txt").read_text()
     run(tmp_path, slow, updates=6, resume=True, wait_at_end=True)
-    assert [update for update, _ in logged(tmp_path)] == [2, 4, 6]
+    assert [update for update, _ in logged_results(tmp_path)] == [2, 4, 6]
 
 
 def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
@@ -217,13 +217,13 @@ def test_results_that_arrive_while_the_training_is_dead(tmp_path, script):
     until((folder / "step_2.log").exists, 60)
     training.send_signal(signal.SIGKILL)
     training.wait()
-    assert not (folder / "step_2.json").exists() and not logged(tmp_path)
+    assert not (folder / "step_2.json").exists() and not logged_results(tmp_path)
     until((folder / "step_2.json").exists)
-    resumed = run(tmp_path, f"{script} 1.5", updates=400, resume=True, interval=1000,
+    runner = run(tmp_path, f"{script} 1.5", updates=400, resume=True, interval=1000,
                   train_cfg={"max_updates": 1 + newest(tmp_path)})  # fmt: skip
-    assert resumed.progress.updates > 2
-    assert logged(tmp_path)[0] == (2, {"lmms_eval/mmstar/average": 0.5, "lmms_eval/mme": 2.0})
-    assert [update for update, _ in logged(tmp_path)].count(2) == 1
+    assert runner.progress.updates > 2
+    assert logged_results(tmp_path)[0] == (2, {"lmms_eval/mmstar/average": 0.5, "lmms_eval/mme": 2.0})
+    assert [update for update, _ in logged_results(tmp_path)].count(2) == 1
 
 
 def test_a_checkpoint_whose_evaluation_was_not_yet_asked_for_is_evaluated_after_the_resume(tmp_path, script):
@@ -233,7 +233,7 @@ def test_a_checkpoint_whose_evaluation_was_not_yet_asked_for_is_evaluated_after_
     assert processes.run(command, cwd=ROOT, env=ENVIRONMENT, text=True).returncode == -signal.SIGKILL
     assert newest(tmp_path) == 2 and not (tmp_path / "run" / "eval_results" / "run" / "step_2.json").exists()
     run(tmp_path, f"{script} 0", updates=4, resume=True, wait_at_end=True)
-    assert [update for update, _ in logged(tmp_path)] == [2, 4]
+    assert [update for update, _ in logged_results(tmp_path)] == [2, 4]
 
 
 def newest(folder: Path) -> int:
@@ -260,7 +260,7 @@ def test_sbatch(tmp_path, script, monkeypatch):
     submit_by(monkeypatch, tmp_path, SBATCH)
     monkeypatch.setenv("SUBMITTED", str(tmp_path / "submitted"))
     run(tmp_path, f"sbatch eval.slurm {script} 0", updates=3, wait=(2,))
-    assert [update for update, _ in logged(tmp_path)] == [2]
+    assert [update for update, _ in logged_results(tmp_path)] == [2]
     assert (tmp_path / "submitted").read_text().startswith(f"eval.slurm {sys.executable}")
 
 
@@ -288,7 +288,7 @@ def test_a_batch_job_keeps_its_checkpoint_until_it_is_given_up(tmp_path, monkeyp
 def test_a_malformed_result_is_named_once(tmp_path, text, problem):
     write = f"import sys; open(sys.argv[1], 'w').write({text!r})"
     run(tmp_path, [sys.executable, "-c", write, "{out}", "{checkpoint}"], updates=5, wait=(2, 3, 4), interval=2)
-    assert not logged(tmp_path)
+    assert not logged_results(tmp_path)
     assert log(tmp_path).count("step_2.json is not logged") == 1 and problem in log(tmp_path)
 
 
@@ -297,16 +297,16 @@ def test_a_result_that_is_repaired_by_hand_is_logged(tmp_path):
     run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3)
     (folder / "step_2.json").write_text('{"results": [{"values": {"val/loss": 1.5}, "provenance": {"a": 1}}]}')
     run(tmp_path, [sys.executable, "-c", "pass", *NEEDED], updates=3, resume=True, wait_at_end=True)
-    assert logged(tmp_path) == [(2, {"lmms_eval/val/loss": 1.5})]
+    assert logged_results(tmp_path) == [(2, {"lmms_eval/val/loss": 1.5})]
 
 
 def test_what_goes_wrong_never_ends_the_training(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    held = config(tmp_path, f"{program} {{checkpoint}} {{out}}", updates=3, wait_at_end=True)
-    held["custom_hooks"].append({"type": "DeleteHook", "path": str(program)})
-    Runner.from_cfg(held).train()
+    settings = config(tmp_path, f"{program} {{checkpoint}} {{out}}", updates=3, wait_at_end=True)
+    settings["custom_hooks"].append({"type": "DeleteHook", "path": str(program)})
+    Runner.from_cfg(settings).train()
     assert "with status 127 without a result" in log(tmp_path) and "it cannot be started" in log(tmp_path)
     (tmp_path / "b").mkdir()
     fails = [sys.executable, "-c", "print('no memory'); raise SystemExit(5)", *NEEDED]
@@ -340,9 +340,9 @@ def test_results_of_an_abandoned_branch_are_not_logged(tmp_path, script):
     """The run goes back to before update 4, whose result is there already, and evaluates update 4 again."""
     keep = {"default_hooks__checkpoint__max_keep_ckpts": -1}
     run(tmp_path, f"{script} 0", updates=6, wait=(2, 4, 5), **keep)
-    assert [update for update, _ in logged(tmp_path)][:2] == [2, 4]
+    assert [update for update, _ in logged_results(tmp_path)][:2] == [2, 4]
     run(tmp_path, f"{script} 0", updates=5, wait=(4,), resume=str(tmp_path / "run" / "iter_3.pth"), **keep)
-    assert [update for update, _ in logged(tmp_path)] == [2, 4]
+    assert [update for update, _ in logged_results(tmp_path)] == [2, 4]
     assert (tmp_path / "run" / "eval_results" / "run" / "step_4.json.abandoned").exists()
 
 
@@ -359,7 +359,7 @@ def test_evaluations_of_another_run_are_left_alone(tmp_path, script):
     folders = []
     for folder, resume in ((two, False), (copy, str(copy / "run" / "iter_2.pth"))):
         run(folder, f"{script} 0", updates=6, results=str(shared), wait_at_end=True, resume=resume)
-        assert [update for update, _ in logged(folder)] == [2, 4, 6]
+        assert [update for update, _ in logged_results(folder)] == [2, 4, 6]
         folders.append(f"run-{(folder / 'run' / RUN).read_text()[:8]}")
         assert f"{shared / 'run'} has the evaluations of another run" in log(folder)
         assert not [text for text in ("is ended:", "is now", "Hook:") if text in log(folder)]
@@ -368,12 +368,12 @@ def test_evaluations_of_another_run_are_left_alone(tmp_path, script):
     assert json.loads((shared / "run" / "step_2.json").read_text())["results"]["mme"] == 2, running
     shutil.move(one, tmp_path / "moved")
     run(tmp_path / "moved", command, updates=4, results=str(shared), resume=True)
-    assert [update for update, _ in logged(tmp_path / "moved")] == [2, 4]
+    assert [update for update, _ in logged_results(tmp_path / "moved")] == [2, 4]
     ids = {Manifest.read(path).run for path in tmp_path.glob("*/run/iter_*.pth")}
     assert len(ids) == 3 and all(len(each) == 16 for each in ids)
 
 
-def started(jobs: JobFolder, update: int) -> int:
+def start(jobs: JobFolder, update: int) -> int:
     """The number of a new job's process, which writes it first."""
     show = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     jobs.add(Job(update, 1, "iter.pth", (sys.executable, "-c", show), time.time()))
@@ -389,13 +389,13 @@ def is_alive(process: int) -> bool:
 def test_what_is_abandoned_or_left_by_a_worker_is_ended(tmp_path):
     """A command ends when its record is deleted, or with its worker; what a killed worker left has ended unseen."""
     jobs = JobFolder(tmp_path)
-    process = started(jobs, 2)
+    process = start(jobs, 2)
     (job,) = jobs.records()
     assert jobs.status(job) == "running"
     jobs.remove(job, cancel=True)
     until(lambda: not is_alive(process))
     assert jobs.worker.wait(30) == 0
-    process = started(jobs, 4)
+    process = start(jobs, 4)
     jobs.worker.terminate()
     assert jobs.worker.wait(30) == 143
     until(lambda: not is_alive(process))
@@ -408,8 +408,8 @@ def test_no_shell_reads_a_command(tmp_path):
     """Nothing in a path is executed, also where the command passes text to a shell itself."""
     evil = "/data/$(touch pwned); touch pwned {step}"
     values = {"checkpoint": evil, "step": "7", "out": "o"}
-    asked = arguments_of("run 'a b' {checkpoint} x={step} {out}", where="c")
-    assert fill_fields(asked, values) == ("run", "a b", evil, "x=7", "o")
+    words = arguments_of("run 'a b' {checkpoint} x={step} {out}", where="c")
+    assert fill_fields(words, values) == ("run", "a b", evil, "x=7", "o")
     for command in ("bash {out} -c 'cat {checkpoint}'", "sbatch {out} --wrap 'cat {checkpoint}'"):
         *_, text = fill_fields(arguments_of(command, where="c"), values)
         subprocess.run(["bash", "-c", text], cwd=tmp_path, capture_output=True)

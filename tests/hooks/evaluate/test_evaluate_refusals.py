@@ -40,8 +40,8 @@ def evaluating(**arguments: Any) -> dict[str, Any]:
 
 
 def config(folder: Path, *hooks: dict[str, Any], records: list[Any] = RECORDS, **overrides: Any) -> Any:
-    given = {"train_cfg": {"max_updates": 2}, "val_dataloader": OWN_VALIDATION, "custom_hooks": [*hooks]}
-    return text_config(folder, records, **{**given, **overrides})
+    options = {"train_cfg": {"max_updates": 2}, "val_dataloader": OWN_VALIDATION, "custom_hooks": [*hooks]}
+    return text_config(folder, records, **{**options, **overrides})
 
 
 FID = {"type": "FID", "extractor": {"type": "MeanColour"}}
@@ -149,6 +149,6 @@ def test_a_metric_of_the_checkpoints_modules(
     assert main(command) == 2 and "--allow-custom-imports" in capsys.readouterr().err
     assert MODULE not in sys.modules
     assert main([*command, "--allow-custom-imports"]) == 0
-    captured = capsys.readouterr()
-    assert "own_length  " in captured.out
-    assert "Evaluated: the weights themselves; --ema evaluates their average" in captured.out + captured.err
+    output = capsys.readouterr()
+    assert "own_length  " in output.out
+    assert "Evaluated: the weights themselves; --ema evaluates their average" in output.out + output.err

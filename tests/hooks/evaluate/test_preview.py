@@ -29,13 +29,13 @@ EMA = {"type": "EMAHook", "momentum": 0.01}
 class KeepPictures(Writer):
     """A writer that shows pictures."""
 
-    shown: ClassVar[dict[int, tuple[str, Image.Image]]] = {}
+    pictures: ClassVar[dict[int, tuple[str, Image.Image]]] = {}
 
     def open(self, **_: Any) -> None: ...
     def write(self, record: Any, *, update: int) -> None: ...
     def close(self) -> None: ...
     def image(self, name: str, picture: Image.Image, *, update: int) -> None:
-        self.shown[update] = (name, picture)
+        self.pictures[update] = (name, picture)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def train(data: Path, work_dir: Path, *hooks: dict[str, Any], updates: int = 4, 
 
 
 @pytest.fixture(scope="module")
-def shown(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def preview_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """A run with previews after updates 2 and 4, and two writers."""
     writers = [{"type": "KeepPictures"}, {"type": "TensorboardVisBackend"}]
     folder = tmp_path_factory.mktemp("shown") / "run"
@@ -82,21 +82,21 @@ def rows(runner: Runner, update: int) -> list[dict[str, Any]]:
     return json.loads((runner.work_dir / "previews" / f"{update}.json").read_text(encoding="utf-8"))
 
 
-def test_it_shows_what_the_average_of_the_weights_makes(shown: Runner, data: Path) -> None:
-    average, raw = (open_inferencer(shown.work_dir, raw=raw) for raw in (False, True))
-    made = rows(shown, 4)
-    asked = {"understand": True, "images": [data / "seen.png"], "max_length": 5, "seed": 1}
-    assert made[1]["text"] == average.unified_generate("", **asked).text
-    assert [row["prompt"] for row in made] == ["draw a three", "", "this is zero", "draw a handwritten four"]
-    assert made[2]["reference"] == "zero" and made[3]["reference"] == str(data / "seen.png")
-    assert "reference_shown" not in made[3] and "pictures" not in made[3]
-    sheet = np.asarray(Image.open(shown.work_dir / "previews" / "4.png").convert("L"))
-    drawn = [
+def test_it_shows_what_the_average_of_the_weights_makes(preview_run: Runner, data: Path) -> None:
+    average, raw = (open_inferencer(preview_run.work_dir, raw=raw) for raw in (False, True))
+    previews = rows(preview_run, 4)
+    options = {"understand": True, "images": [data / "seen.png"], "max_length": 5, "seed": 1}
+    assert previews[1]["text"] == average.unified_generate("", **options).text
+    assert [row["prompt"] for row in previews] == ["draw a three", "", "this is zero", "draw a handwritten four"]
+    assert previews[2]["reference"] == "zero" and previews[3]["reference"] == str(data / "seen.png")
+    assert "reference_shown" not in previews[3] and "pictures" not in previews[3]
+    sheet = np.asarray(Image.open(preview_run.work_dir / "previews" / "4.png").convert("L"))
+    drawings = [
         np.asarray(each.unified_generate("draw a three", flow=settings(each), seed=0).images[0])
         for each in (average, raw)
     ]
     head = sheet[32:256, 10:234]  # below the title, the first cell's picture
-    assert (head[14::28, 14::28] == drawn[0]).all() and not (drawn[0] == drawn[1]).all()
+    assert (head[14::28, 14::28] == drawings[0]).all() and not (drawings[0] == drawings[1]).all()
 
 
 def settings(inferencer: Any) -> Any:
@@ -107,14 +107,14 @@ def settings(inferencer: Any) -> Any:
 
 def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:
     """As of ``tools/generate.py --prompts``; where a model cannot read them, that is an error at the start."""
-    seen = str(data / "seen.png")
-    parts = ["this is one", {"image": seen}, "this is"]
+    picture = str(data / "seen.png")
+    parts = ["this is one", {"image": picture}, "this is"]
     rows_of_file = [{"parts": parts, "prompt": "zero"}, {"prompt": "draw a three"}]
     path = write_jsonl(tmp_path / "prompts.jsonl", rows_of_file)
     hook = {"type": "PreviewHook", "interval": 1, "prompts": str(path), "flow": FLOW, "use_ema": False}
     run = train(data, tmp_path / "run", hook, updates=1)
     first, second = rows(run, 1)
-    assert first["prompt"] == "this is one\nthis is\nzero" and first["images"] == [seen] and not first["error"]
+    assert first["prompt"] == "this is one\nthis is\nzero" and first["images"] == [picture] and not first["error"]
     assert second["prompt"] == "draw a three" and not second["error"]
     for prompts, message in (
         ([{"parts": [3]}], "parts is"),
@@ -130,27 +130,27 @@ def test_a_file_of_prompts_with_parts(data: Path, tmp_path: Path) -> None:
         Runner.from_cfg(texts, max_updates=1).train()
 
 
-def test_writers_get_the_sheet(shown: Runner) -> None:
+def test_writers_get_the_sheet(preview_run: Runner) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    stored = {n: np.asarray(Image.open(shown.work_dir / "previews" / f"{n}.png")) for n in (2, 4)}
-    assert {update: name for update, (name, _) in KeepPictures.shown.items()} == {2: "preview", 4: "preview"}
-    assert all((np.asarray(KeepPictures.shown[n][1]) == stored[n]).all() for n in stored)
-    events = EventAccumulator(str(shown.work_dir / "tensorboard"), size_guidance={"images": 0})
+    sheets = {n: np.asarray(Image.open(preview_run.work_dir / "previews" / f"{n}.png")) for n in (2, 4)}
+    assert {update: name for update, (name, _) in KeepPictures.pictures.items()} == {2: "preview", 4: "preview"}
+    assert all((np.asarray(KeepPictures.pictures[n][1]) == sheets[n]).all() for n in sheets)
+    events = EventAccumulator(str(preview_run.work_dir / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     images = events.Images("preview")
-    assert [(event.step, event.height, event.width) for event in images] == [(n, *stored[n].shape[:2]) for n in (2, 4)]
+    assert [(event.step, event.height, event.width) for event in images] == [(n, *sheets[n].shape[:2]) for n in (2, 4)]
 
 
 def test_what_a_resume_goes_back_from_is_moved_away(data: Path, tmp_path: Path) -> None:
     saves = {"default_hooks__checkpoint__interval": 2, "default_hooks__checkpoint__by_epoch": False}
     train(data, tmp_path / "run", preview(data), updates=4, **saves)
     first = (tmp_path / "run/previews/4.png").read_bytes()
-    resumed = train(data, tmp_path / "run", preview(data), updates=4, resume=str(tmp_path / "run/iter_2.pth"), **saves)
+    runner = train(data, tmp_path / "run", preview(data), updates=4, resume=str(tmp_path / "run/iter_2.pth"), **saves)
     names = {
         path.relative_to(tmp_path / "run/previews").as_posix() for path in (tmp_path / "run/previews").rglob("*.png")
     }
-    assert names == {"2.png", "4.png", "abandoned/4.png"} and resumed.progress.updates == 4
+    assert names == {"2.png", "4.png", "abandoned/4.png"} and runner.progress.updates == 4
     assert (tmp_path / "run/previews/4.png").read_bytes() == first, "the same seeds, the same pictures"
 
 
@@ -158,8 +158,8 @@ def test_what_cannot_be_made_is_a_warning(data: Path, tmp_path: Path, monkeypatc
     """A broken picture, an error that no one expects, and a folder that cannot be written."""
     (tmp_path / "broken.png").write_text("no picture")
     prompts = ["draw a three", {"prompt": "a", "images": [str(tmp_path / "broken.png")]}]
-    broken = preview(data, prompts=prompts, num_held_out=0)
-    runner = train(data, tmp_path / "one", broken, updates=2)
+    hook = preview(data, prompts=prompts, num_held_out=0)
+    runner = train(data, tmp_path / "one", hook, updates=2)
     assert [bool(row["error"]) for row in rows(runner, 2)] == [False, True, False]
     assert f"1 of 3 previews at update 2 failed; the first: image {tmp_path}/broken.png" in log(runner)
     (tmp_path / "two").mkdir()
@@ -198,8 +198,8 @@ def test_refused_at_the_start(data: Path, tmp_path: Path, arguments: dict[str, A
 
 
 def test_a_model_of_texts_is_shown_no_pictures(data: Path, tmp_path: Path) -> None:
-    for given in ({"images": [str(data / "seen.png")]}, {"prompts": [{"images": [str(data / "seen.png")]}]}):
-        hook = {"type": "PreviewHook", **given}
+    for options in ({"images": [str(data / "seen.png")]}, {"prompts": [{"images": [str(data / "seen.png")]}]}):
+        hook = {"type": "PreviewHook", **options}
         with pytest.raises(ConfigError, match="PreviewHook has images, and this model reads texts alone"):
             Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook])).train()
     assert not (tmp_path / "run/metrics.jsonl").exists()

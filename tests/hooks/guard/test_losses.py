@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.hooks.tiny_run import TinyRun
-from tests.text_run import text_config, trained, words
+from tests.text_run import run_config, text_config, words
 from tests.tiny import tiny_config
 from tools.export import main as export
 from unigen_ds.checkpoint import store
@@ -74,13 +74,13 @@ CHANCE = math.log(16)
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learned to count, as a directory that ``model.pretrained`` reads."""
     folder = tmp_path_factory.mktemp("published")
     cfg = text_config(
         folder, RECORDS, train_cfg={"max_epochs": 12}, optim_wrapper__optimizer={"type": "AdamW", "lr": 0.05}
     )
-    runner, _ = trained(cfg)
+    runner, _ = run_config(cfg)
     assert export([str(runner.work_dir), str(folder / "model")]) == 0
     (folder / "model" / DIGESTS).unlink()  # the tests change the weights
     return folder / "model"
@@ -93,65 +93,65 @@ def lines(folder: Path, weights: Path, **overrides: Any) -> tuple[list[str], lis
     cfg.model = {"type": "DecoderLM", "pretrained": str(weights)}
     with suppress(TrainingError):  # weights that are NaN end the run at its first save
         Runner.from_cfg(cfg).train()
-    found = (folder / "run" / "train.log").read_text().splitlines()
+    log_lines = (folder / "run" / "train.log").read_text().splitlines()
     return tuple(
-        [x.partition("First update: ")[2] for x in found if f"{kind} First update: " in x]
+        [x.partition("First update: ")[2] for x in log_lines if f"{kind} First update: " in x]
         for kind in ("INFO", "WARNING")
     )
 
 
-def test_good_weights_have_no_warning(published: Path, tmp_path: Path) -> None:
-    info, warned = lines(tmp_path, published)
-    number = len(load_file(published / "model.safetensors"))
-    assert warned == [] and info[0] == f"the values of {number} tensors are looked at."
+def test_good_weights_have_no_warning(directory: Path, tmp_path: Path) -> None:
+    info, warnings = lines(tmp_path, directory)
+    number = len(load_file(directory / "model.safetensors"))
+    assert warnings == [] and info[0] == f"the values of {number} tensors are looked at."
     assert info[1].startswith("losses text ") and f"chance is text {CHANCE:.4g}." in info[1]
     assert float(info[1].split("text ")[1].split(";")[0]) < 0.5 * CHANCE
 
 
 def test_useless_weights_are_named_with_their_causes(
-    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of the embedding belong to other tokens, as under another model's tokenizer."""
-    shutil.copytree(published, tmp_path / "model")
-    tensors = load_file(published / "model.safetensors")
+    shutil.copytree(directory, tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
     name = next(name for name in tensors if "embed_tokens" in name)
     save_file({**tensors, name: tensors[name].roll(5, 0).contiguous()}, tmp_path / "model" / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
-    _, (warned, link) = lines(tmp_path, tmp_path / "model")
-    assert warned.endswith(
+    _, (warnings, link) = lines(tmp_path, tmp_path / "model")
+    assert warnings.endswith(
         f", and chance is {CHANCE:.4g}: the task is new to the loaded weights, or they are not the trained ones"
     )
     assert link == "the likely causes are in docs/checkpoints.md#the-first-update"
     monkeypatch.setattr(Decoder, "chance_level", lambda family, processor: {"image": 2.0})
-    info, warned = lines(tmp_path / "unknown", tmp_path / "model")
-    assert warned == [] and info[1].startswith("losses text ") and "chance" not in info[1], "its family states none"
+    info, warnings = lines(tmp_path / "unknown", tmp_path / "model")
+    assert warnings == [] and info[1].startswith("losses text ") and "chance" not in info[1], "its family states none"
 
 
-def test_a_loss_above_the_expected_one(published: Path, tmp_path: Path) -> None:
+def test_a_loss_above_the_expected_one(directory: Path, tmp_path: Path) -> None:
     expected = {"first_update": {"expected": {"text": 0.01, "image": 0.5}, "factor": 2.0}}
-    _, warned = lines(tmp_path, published, default_hooks=expected)
-    assert len(warned) == 3 and "more than 2 times the expected 0.01 (FirstUpdateHook.expected)" in warned[0]
-    assert "expected has image, of which this update had no targets" in warned[1]
+    _, warnings = lines(tmp_path, directory, default_hooks=expected)
+    assert len(warnings) == 3 and "more than 2 times the expected 0.01 (FirstUpdateHook.expected)" in warnings[0]
+    assert "expected has image, of which this update had no targets" in warnings[1]
 
 
 @pytest.mark.parametrize(("value", "info"), [(0.0, "are all zeros"), (500.0, "more than 10"), (math.nan, "not finite")])
-def test_tensors_that_cannot_be_right(published: Path, tmp_path: Path, value: float, info: str) -> None:
-    shutil.copytree(published, tmp_path / "model")
-    tensors = load_file(published / "model.safetensors")
+def test_tensors_that_cannot_be_right(directory: Path, tmp_path: Path, value: float, info: str) -> None:
+    shutil.copytree(directory, tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
     name = next(name for name in tensors if "gate_proj" in name)
     save_file({**tensors, name: torch.full_like(tensors[name], value)}, tmp_path / "model" / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
-    _, warned = lines(tmp_path, tmp_path / "model")
-    assert info in warned[0] and "gate_proj.weight" in warned[0] and f"1 of {len(tensors)} tensors" in warned[0]
+    _, warnings = lines(tmp_path, tmp_path / "model")
+    assert info in warnings[0] and "gate_proj.weight" in warnings[0] and f"1 of {len(tensors)} tensors" in warnings[0]
 
 
-def test_random_weights_and_a_resume_are_not_looked_at(published: Path, tmp_path: Path) -> None:
+def test_random_weights_and_a_resume_are_not_looked_at(directory: Path, tmp_path: Path) -> None:
     Runner.from_cfg(text_config(tmp_path, RECORDS, train_cfg={"max_updates": 1})).train()
     log = tmp_path / "run" / "train.log"
     assert "First update" not in log.read_text()
-    lines(tmp_path / "tuned", published)
+    lines(tmp_path / "tuned", directory)
     cfg = text_config(tmp_path / "tuned", RECORDS, train_cfg={"max_updates": 2}, resume=True)
-    cfg.model = {"type": "DecoderLM", "pretrained": str(published)}
+    cfg.model = {"type": "DecoderLM", "pretrained": str(directory)}
     Runner.from_cfg(cfg).train()
     assert (tmp_path / "tuned" / "run" / "train.log").read_text().count("tensors are looked at") == 1
 
@@ -165,13 +165,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 def train(folder: Path, name: str, updates: int, **options: Any) -> Runner:
-    given = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 3, "model__llm__dropout": 0.1}
-    runner = Runner.from_cfg(tiny_config(folder / name, folder / "digits", **{**given, **options}), max_updates=updates)
+    base = {"train_dataloader__batch_size": 4, "optim_wrapper__accumulative_counts": 3, "model__llm__dropout": 0.1}
+    runner = Runner.from_cfg(tiny_config(folder / name, folder / "digits", **{**base, **options}), max_updates=updates)
     runner.train()
     return runner
 
 
-def resumed(folder: Path, name: str, **options: Any) -> str:
+def resume_line(folder: Path, name: str, **options: Any) -> str:
     """The log of the check when a copy of the run is resumed."""
     shutil.copytree(folder / "run", folder / name)
     train(folder, name, 4, resume=True, **options)
@@ -181,16 +181,16 @@ def resumed(folder: Path, name: str, **options: Any) -> str:
 
 def test_the_recorded_losses_come_again_to_the_bit(folder):
     path = folder / "run" / "iter_9.pth"
-    recorded = store.read_hook_states(path, Manifest.read(path))["continuity"]["losses"]
-    assert set(recorded) == {"text", "image"}
-    line = resumed(folder, "same")
+    losses = store.read_hook_states(path, Manifest.read(path))["continuity"]["losses"]
+    assert set(losses) == {"text", "image"}
+    line = resume_line(folder, "same")
     assert "are the recorded ones" in line
-    for name, value in recorded.items():
+    for name, value in losses.items():
         assert f"{name} {value:.6g} -> {value:.6g}" in line
 
 
 def test_another_split_reproduces_them_up_to_rounding(folder):
-    line = resumed(folder, "split", train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=6)
+    line = resume_line(folder, "split", train_dataloader__batch_size=2, optim_wrapper__accumulative_counts=6)
     assert "are the recorded ones" in line
 
 
@@ -209,19 +209,19 @@ class DamageHook(Hook):
 
 
 def test_other_weights_are_reported(folder):
-    line = resumed(folder, "warned", custom_hooks=[{"type": "DamageHook"}])
+    line = resume_line(folder, "warned", custom_hooks=[{"type": "DamageHook"}])
     assert "WARNING" in line and "are not the recorded ones" in line
 
 
 def test_or_stop_the_run(folder):
     with pytest.raises(TrainingError, match="are not the recorded ones"):
         halt = {"type": "ContinuityHook", "on_mismatch": "halt"}
-        resumed(folder, "halted", custom_hooks=[{"type": "DamageHook"}], default_hooks__continuity=halt)
+        resume_line(folder, "halted", custom_hooks=[{"type": "DamageHook"}], default_hooks__continuity=halt)
     assert [path.name for path in (folder / "halted").glob("iter_*")] == ["iter_9.pth"]
 
 
 def test_a_batch_size_that_does_not_divide_the_update_is_reported(folder):
-    line = resumed(folder, "indivisible", train_dataloader__batch_size=5, optim_wrapper__accumulative_counts=1,
+    line = resume_line(folder, "indivisible", train_dataloader__batch_size=5, optim_wrapper__accumulative_counts=1,
                    on_batch_change="keep-lr")  # fmt: skip
     assert "not checked" in line
 

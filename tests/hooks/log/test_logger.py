@@ -11,7 +11,7 @@ import torch
 import torch.distributed as td
 
 from tests.hooks.tiny_run import TinyRun
-from tests.processes import ROOT, popen, together
+from tests.support.processes import ROOT, popen, together
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.log.journal import LedgerHook
 from unigen_ds.hooks.log.logger import LoggerHook, global_losses
@@ -75,8 +75,8 @@ def test_losses_are_summed_over_ranks_and_rank_0_alone_writes(tmp_path: Path) ->
         "import sys; from tests.hooks.log.test_logger import sum_over_ranks as run; run(int(sys.argv[1]), sys.argv[2])"
     )
     commands = [[sys.executable, "-c", code, str(rank), str(tmp_path)] for rank in range(2)]
-    for ended in together(commands, [{}, {}]):
-        assert ended.status == 0, ended.ending
+    for process in together(commands, [{}, {}]):
+        assert process.status == 0, process.ending
     (line,) = read_lines(tmp_path / "0" / "metrics.jsonl")
     assert (line["loss/text"], line["loss/image"], line["loss"]) == (2.0, 0.5, 2.25)
     assert len(read_lines(tmp_path / "0" / "ledger.jsonl")) == 1
@@ -126,14 +126,14 @@ def test_a_terminal_gets_a_live_line_and_warnings_above_it(tmp_path: Path) -> No
         [sys.executable, "-c", script], cwd=ROOT, env=environment, stderr=terminal, stdout=subprocess.DEVNULL
     )
     os.close(terminal)
-    shown = b""
+    output = b""
     try:
         while chunk := os.read(main, 65536):
-            shown += chunk
+            output += chunk
     except OSError:  # a pseudo-terminal reports the closed other end this way
         pass
     assert process.wait(timeout=60) == 0
-    text = shown.decode()
+    text = output.decode()
     assert "10.0 %" in text and "loss/text 2" in text and "update 2" in text and "iteration 4" in text
     assert text.index("a warning") < text.index("update 2")
     assert "after" in text

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as td
 
 from tests.hooks.tiny_run import TinyRun
-from tests.processes import together
+from tests.support.processes import together
 from tests.text_run import WORDS, word_config, write_jsonl
 from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
@@ -24,7 +24,7 @@ from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
 
-class Counted(Batch):
+class CountedBatch(Batch):
     num_tokens = property(lambda self: 50 * self.num_samples)  # type: ignore[assignment]
     num_images = property(lambda self: 3 * self.num_samples)  # type: ignore[assignment]
 
@@ -61,17 +61,17 @@ def test_a_real_run_has_all_of_them(tmp_path: Path) -> None:
     assert ends[15]["epoch_loss/text"] == ends[15]["epoch_loss"] and ends[15]["epoch_tokens_per_second"] > 0
     assert [line["update"] for line in lines if line.get("event") == "training_stats"] == [10, 20, 30]
     log = (tmp_path / "run" / "train.log").read_text()
-    shown = [line.partition("training_stats at update ")[2] for line in log.splitlines() if "training_stats at" in line]
-    assert [line.split()[0] for line in shown] == ["10:", "20:", "30:"] and all(
-        "has all 34 values" in line for line in shown
+    texts = [line.partition("training_stats at update ")[2] for line in log.splitlines() if "training_stats at" in line]
+    assert [line.split()[0] for line in texts] == ["10:", "20:", "30:"] and all(
+        "has all 34 values" in line for line in texts
     )
-    assert all("tokens_per_second " in line and "share_data " in line and "max_" not in line for line in shown)
+    assert all("tokens_per_second " in line and "share_data " in line and "max_" not in line for line in texts)
     assert log.count("Estimated total time") == 1 and "(30 updates of " in log
-    (warned,) = [line for line in log.splitlines() if "the gradient norm is" in line]
-    assert " WARNING update 24: " in warned and "exploding" in warned
+    (warning,) = [line for line in log.splitlines() if "the gradient norm is" in line]
+    assert " WARNING update 24: " in warning and "exploding" in warning
 
 
-class Modelled(TinyRun):
+class ModelRun(TinyRun):
     """Has an engine of which the timer asks only whether it counts operations."""
 
     backend = type("Engine", (), {"model": None})()
@@ -81,11 +81,11 @@ def two_ranks(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     td.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    run = Modelled(Path(folder), [IterTimerHook(), LoggerHook(interval=100, statistics_interval=2)])
-    untouched = td.Work.wait, td.ProcessGroup.allreduce
+    run = ModelRun(Path(folder), [IterTimerHook(), LoggerHook(interval=100, statistics_interval=2)])
+    originals = td.Work.wait, td.ProcessGroup.allreduce
     run.start()
     for _ in range(2):
-        run.call("before_train_iter", 0, Counted(num_samples=1 + rank))
+        run.call("before_train_iter", 0, CountedBatch(num_samples=1 + rank))
         with run.clock("data"):
             time.sleep(0.05 * (1 + rank))
         with run.clock("forward_backward"):
@@ -93,29 +93,29 @@ def two_ranks(rank: int, folder: str) -> None:
             td.all_reduce(torch.ones(1))
         run.update()
     run.finish()
-    assert (td.Work.wait, td.ProcessGroup.allreduce) == untouched
+    assert (td.Work.wait, td.ProcessGroup.allreduce) == originals
     td.destroy_process_group()
 
 
 def test_statistics_over_ranks(tmp_path: Path) -> None:
     code = f"import sys; from {__name__} import two_ranks as run; run(int(sys.argv[1]), sys.argv[2])"
     commands = [[sys.executable, "-c", code, str(rank), str(tmp_path)] for rank in range(2)]
-    for ended in together(commands, [{}, {}]):
-        assert ended.status == 0, ended.ending
+    for process in together(commands, [{}, {}]):
+        assert process.status == 0, process.ending
     (line,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if line.get("event") == "training_stats"]
-    found = {name.removeprefix("training_stats/"): value for name, value in line.items()}
-    assert found["avg_images_per_sample"] == found["max_images_per_sample"] == 3.0
-    assert 0.05 <= found["min_data_load_time"] < 0.1 <= found["max_data_load_time"]
-    assert found["min_data_load_time"] < found["avg_data_load_time"] < found["max_data_load_time"]
-    assert found["max_fw_bw_time"] >= 0.1 > found["min_fw_bw_time"]  # waiting is taken out of rank 0's
-    assert found["max_communication_time"] > 0.1 and 0 < found["min_communication_time"] < 0.1
+    values = {name.removeprefix("training_stats/"): value for name, value in line.items()}
+    assert values["avg_images_per_sample"] == values["max_images_per_sample"] == 3.0
+    assert 0.05 <= values["min_data_load_time"] < 0.1 <= values["max_data_load_time"]
+    assert values["min_data_load_time"] < values["avg_data_load_time"] < values["max_data_load_time"]
+    assert values["max_fw_bw_time"] >= 0.1 > values["min_fw_bw_time"]  # waiting is taken out of rank 0's
+    assert values["max_communication_time"] > 0.1 and 0 < values["min_communication_time"] < 0.1
     for kind in ("avg", "max", "min"):
-        assert 0 < found[f"{kind}_share_communication"] < 1 and found[f"{kind}_post_process_time"] > 0
-    by_rank = [found["tokens_per_second/rank0"], found["tokens_per_second/rank1"]]
-    assert sum(by_rank) / 2 == pytest.approx(found["avg_tokens_per_second"])
-    assert found["min_tokens_per_second"] <= by_rank[0] < by_rank[1] <= found["max_tokens_per_second"]
+        assert 0 < values[f"{kind}_share_communication"] < 1 and values[f"{kind}_post_process_time"] > 0
+    by_rank = [values["tokens_per_second/rank0"], values["tokens_per_second/rank1"]]
+    assert sum(by_rank) / 2 == pytest.approx(values["avg_tokens_per_second"])
+    assert values["min_tokens_per_second"] <= by_rank[0] < by_rank[1] <= values["max_tokens_per_second"]
     own = [f"avg_share_{name}" for name in ("data", "forward_backward", "communication", "step", "other")]
-    assert sum(found[name] for name in own) == pytest.approx(1.0)
+    assert sum(values[name] for name in own) == pytest.approx(1.0)
 
 
 def test_an_epoch_ends_with_its_means(tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_an_epoch_ends_with_its_means(tmp_path: Path) -> None:
         second.update(text=3.0 * number)
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "epoch_loss" in line]
     assert [line["update"] for line in lines] == [10]
-    applied = [0, 1, 2, 3, 4, 6, 7, 8, 9]  # 3 targets of text and 4 of image in each update
-    assert lines[0]["epoch_loss/text"] == pytest.approx(sum(applied) / len(applied))
+    numbers = [0, 1, 2, 3, 4, 6, 7, 8, 9]  # 3 targets of text and 4 of image in each update
+    assert lines[0]["epoch_loss/text"] == pytest.approx(sum(numbers) / len(numbers))
     assert lines[0]["epoch_loss/image"] == pytest.approx(0.5)
-    assert lines[0]["epoch_loss"] == pytest.approx(sum(applied) / len(applied) + 0.25)
+    assert lines[0]["epoch_loss"] == pytest.approx(sum(numbers) / len(numbers) + 0.25)
     assert lines[0]["epoch_tokens_per_second"] > 0
 
 

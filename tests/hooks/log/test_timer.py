@@ -83,7 +83,7 @@ class Recorder(Hook):
         self.updates[-1].append(batch)
 
 
-def counted(model: torch.nn.Module, batch: PackedBatch) -> int:
+def count_operations(model: torch.nn.Module, batch: PackedBatch) -> int:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         torch.stack(list(model(batch).sums.values())).sum().backward()
     return counter.get_total_flops()
@@ -105,7 +105,7 @@ def test_a_line_holds_operations_counted_one_by_one(tmp_path: Path, digits: Path
     assert len(lines) == len(recorder.updates) == 3
     for line, batches in zip(lines, recorder.updates, strict=True):
         assert len(batches) == 2
-        operations = sum(counted(runner.backend.model, batch) for batch in batches)
+        operations = sum(count_operations(runner.backend.model, batch) for batch in batches)
         assert line["tflops"] * 1e12 * line["time/update"] == pytest.approx(operations, rel=0.05)
         assert line["mfu"] == pytest.approx(line["tflops"] / PEAK)
     assert "MFU" in (tmp_path / "run" / "train.log").read_text()

@@ -13,7 +13,7 @@ from tests.data.support import write_jsonl
 from tests.text_run import text_config, words
 from tools.checkpoints import main
 from unigen_ds.checkpoint import saver
-from unigen_ds.checkpoint.best_record import HINT, best_of
+from unigen_ds.checkpoint.best_record import BEST_FILE, best_of
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError, SaveError
 from unigen_ds.evaluation.metrics.text_metrics import ExactMatch
@@ -45,7 +45,7 @@ def config(folder: Path, values: list[Any], *, hooks: tuple[dict[str, Any], ...]
     """As many updates as ``values``, which the evaluations return; a checkpoint every two."""
     best = {"metric": overrides.pop("save_best", "val/loss")}
     folder.mkdir(exist_ok=True)
-    given = {
+    options = {
         "train_cfg": {"max_updates": len(values)},
         "default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1},
         "custom_hooks": [{"type": "ScriptedEvaluation", "values": values}, {"type": BestHook, **best}, *hooks],
@@ -55,7 +55,7 @@ def config(folder: Path, values: list[Any], *, hooks: tuple[dict[str, Any], ...]
         {"conversations": [{"role": role, "type": "text", "content": words(number, k)} for role, number in turns]}
         for k in range(40)
     ]
-    return text_config(folder, records, **{**given, **overrides})
+    return text_config(folder, records, **{**options, **overrides})
 
 
 def run(folder: Path, values: list[Any], **overrides: Any) -> Runner:
@@ -84,13 +84,13 @@ def test_the_best_one_is_saved_at_its_update_and_kept(tmp_path, capsys):
     work_dir = tmp_path / "run"
     run(tmp_path, VALUES[:6])
     assert checkpoints(work_dir) == ["iter_3.pth", "iter_6.pth"]
-    assert (work_dir / HINT).read_text() == f"{work_dir / 'iter_3.pth'}\n"
+    assert (work_dir / BEST_FILE).read_text() == f"{work_dir / 'iter_3.pth'}\n"
     run(tmp_path, VALUES, resume=True)
     assert checkpoints(work_dir) == ["iter_3.pth", "iter_8.pth"]
     capsys.readouterr()
     assert main(["best", str(work_dir)]) == 0
-    shown = lines(capsys)
-    assert shown == {"best": str(work_dir / "iter_3.pth"), "metric": "val/loss (less is better)", "value": "2.0",
+    output = lines(capsys)
+    assert output == {"best": str(work_dir / "iter_3.pth"), "metric": "val/loss (less is better)", "value": "2.0",
                      "update": "3"}  # fmt: skip
     assert main(["list", str(work_dir)]) == 0
     rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()}
@@ -107,7 +107,7 @@ def test_never_two_saves_at_one_update(tmp_path, monkeypatch):
     """Update 2 is a regular save, better, and update 4 all of these and the last."""
     names, real = [], saver.save
     monkeypatch.setattr(
-        saver, "save", lambda work_dir, name, **given: names.append(name) or real(work_dir, name, **given)
+        saver, "save", lambda work_dir, name, **options: names.append(name) or real(work_dir, name, **options)
     )
     run(tmp_path, [5.0, 4.0, 6.0, 3.0])
     assert names == ["iter_1.pth", "iter_2.pth", "iter_4.pth"]
@@ -116,10 +116,10 @@ def test_never_two_saves_at_one_update(tmp_path, monkeypatch):
 def test_a_save_that_fails_leaves_the_former_best(tmp_path, monkeypatch):
     real = saver.save
 
-    def save(work_dir: Path, name: str, **given: Any) -> Path:
+    def save(work_dir: Path, name: str, **options: Any) -> Path:
         if name == "iter_5.pth":
             raise SaveError("the disk is full")
-        return real(work_dir, name, **given)
+        return real(work_dir, name, **options)
 
     monkeypatch.setattr(saver, "save", save)
     run(tmp_path, [5.0, 4.0, 2.0, 3.0, 1.0, 3.0, 3.0, 3.0])
@@ -134,7 +134,7 @@ def test_a_resume_from_an_earlier_checkpoint_has_the_best_up_to_there(tmp_path):
     run(tmp_path, [5.0, 4.0, 3.5, 6.0, 1.0, 6.0], default_hooks__checkpoint__max_keep_ckpts=-1)
     run(tmp_path, [5.0, 4.0, 3.5, 6.0, 9.0, 9.0, 9.0], resume=str(work_dir / "iter_4.pth"))
     assert best_of(work_dir)[0].name == "iter_3.pth" and "iter_3.pth" in checkpoints(work_dir)
-    assert (work_dir / HINT).read_text().strip().endswith("iter_3.pth")
+    assert (work_dir / BEST_FILE).read_text().strip().endswith("iter_3.pth")
 
 
 def test_a_resume_into_another_folder_refers_to_it(tmp_path):
@@ -199,8 +199,8 @@ def early(**arguments: Any) -> tuple[dict[str, Any]]:
 
 def test_early_stopping_ends_with_a_save_and_a_resume_says_why(tmp_path):
     work_dir, hooks = tmp_path / "run", early(patience=2)
-    ended = run(tmp_path, VALUES, hooks=hooks)
-    assert ended.progress.updates == 5 and "iter_5.pth" in checkpoints(work_dir)
+    runner = run(tmp_path, VALUES, hooks=hooks)
+    assert runner.progress.updates == 5 and "iter_5.pth" in checkpoints(work_dir)
     assert "has not improved for 2 evaluations (patience 2); the best value is 2.0" in log(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in work_dir.rglob("*.safetensors")}
     again = run(tmp_path, VALUES, hooks=hooks, resume=True)
@@ -232,37 +232,37 @@ def test_when_it_ends(tmp_path, arguments, values, updates):
     assert run(tmp_path, values, hooks=early(**arguments)).progress.updates == updates
 
 
-def evaluated(folder: Path, *, held: int = 3, monitor: str = "val/loss", **overrides: Any) -> int:
+def evaluate_run(folder: Path, *, num_held_out: int = 3, monitor: str = "val/loss", **overrides: Any) -> int:
     """Updates after a run whose evaluations never are better than the first one by ``min_delta``."""
     folder.mkdir(exist_ok=True)
     turns = (("user", 3), ("assistant", 2))
-    talks = [[{"role": role, "type": "text", "content": words(n, k)} for role, n in turns] for k in range(held)]
+    talks = [[{"role": role, "type": "text", "content": words(n, k)} for role, n in turns] for k in range(num_held_out)]
     records = [{"conversations": turns} for turns in talks]
-    data = write_jsonl(folder / f"held{held}.jsonl", records)
+    data = write_jsonl(folder / f"held{num_held_out}.jsonl", records)
     source = {"type": "UnifiedGenerationDataset", "data_path": str(data), "name": "held"}
     evaluate = {"type": "EvaluateHook", "interval": 1, "unit": "update", "save_best": monitor, "rule": "less",
                 "metrics": ["ExactMatch"], "generation": {"max_new_tokens": 1}}  # fmt: skip
     stop = {"type": "EarlyStoppingHook", "monitor": monitor, "rule": "less", "patience": 2, "min_delta": 100.0}
-    given = {"val_dataloader": {"dataset": source, "batch_size": 2}, "custom_hooks": [evaluate, stop], **overrides}
-    return run(folder, VALUES, **given).progress.updates
+    settings = {"val_dataloader": {"dataset": source, "batch_size": 2}, "custom_hooks": [evaluate, stop], **overrides}
+    return run(folder, VALUES, **settings).progress.updates
 
 
 @pytest.mark.parametrize(
-    ("monitor", "changed", "why"),
+    ("monitor", "changes", "why"),
     [
         ("val/loss", {}, ""),
-        ("val/loss", {"held": 4}, "num_samples is 3 and 4"),
+        ("val/loss", {"num_held_out": 4}, "num_samples is 3 and 4"),
         ("val/loss", {"loss_weights": {"text": 0.5}}, "settings is {"),
         ("val/exact_match", {"definition": 2}, "version is unigen_ds definition 1 and unigen_ds definition 2"),
     ],
 )
-def test_a_best_value_of_another_evaluation_starts_anew(tmp_path, monkeypatch, monitor, changed, why):
+def test_a_best_value_of_another_evaluation_starts_anew(tmp_path, monkeypatch, monitor, changes, why):
     """Other validation data, weights of the loss or version of the metric: neither the best nor the patience counts."""
-    assert evaluated(tmp_path, monitor=monitor) == 3
-    if "definition" in changed:
-        monkeypatch.setattr(ExactMatch, "definition", changed.pop("definition"))
-    assert evaluated(tmp_path, monitor=monitor, resume=True, **changed) == (6 if why else 3)
-    warned = f"is not the best checkpoint any more: its value cannot be compared with those of this run: {why}"
-    assert (warned in log(tmp_path)) == bool(why)
+    assert evaluate_run(tmp_path, monitor=monitor) == 3
+    if "definition" in changes:
+        monkeypatch.setattr(ExactMatch, "definition", changes.pop("definition"))
+    assert evaluate_run(tmp_path, monitor=monitor, resume=True, **changes) == (6 if why else 3)
+    warning = f"is not the best checkpoint any more: its value cannot be compared with those of this run: {why}"
+    assert (warning in log(tmp_path)) == bool(why)
     assert ("EarlyStoppingHook starts anew: of the best value before, its value cannot" in log(tmp_path)) == bool(why)
     assert (best_of(tmp_path / "run")[1].updates > 3) == bool(why)

@@ -20,7 +20,7 @@ from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import environment
 from unigen_ds.system import dist
 from unigen_ds.system.journals import read_lines
-from unigen_ds.system.machine import TOKENIZERS
+from unigen_ds.system.machine import TOKENIZER_THREADS
 from unigen_ds.system.seeding import rng_state, set_rng_state
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -32,10 +32,10 @@ def torch_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.setenv(name, "x")  # so that it is put back as it was
         monkeypatch.delenv(name)
-    kept = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    old = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
-    torch.set_float32_matmul_precision(kept[0])
-    torch.backends.cudnn.allow_tf32 = kept[1]
+    torch.set_float32_matmul_precision(old[0])
+    torch.backends.cudnn.allow_tf32 = old[1]
     torch.use_deterministic_algorithms(False)
 
 
@@ -59,33 +59,33 @@ def test_settings_of_torch(tmp_path: Path, torch_settings: None) -> None:
 def test_the_environment_has_the_last_word(
     tmp_path: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(environment.logger(), "warning", lambda text, *values: told.append(text % values))
+    texts: list[str] = []
+    monkeypatch.setattr(environment.logger(), "warning", lambda text, *values: texts.append(text % values))
     monkeypatch.setenv(ALLOCATOR, "max_split_size_mb:64")
     train(tmp_path, env={"cuda_allocator": "expandable_segments:True"})
     assert os.environ[ALLOCATOR] == "max_split_size_mb:64"
-    assert any("max_split_size_mb:64 of the environment is used, not env.cuda_allocator" in text for text in told)
+    assert any("max_split_size_mb:64 of the environment is used, not env.cuda_allocator" in text for text in texts)
 
 
 def test_defaults_that_a_users_value_overrides(
     tmp_path: Path, torch_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the allocator and of tokenizers, in the process and where records are planned."""
-    seen: list[str | None] = []
+    values: list[str | None] = []
     count = index_module.count
     monkeypatch.setattr(
-        index_module, "count", lambda *a, **k: (seen.append(os.environ.get(TOKENIZERS)), count(*a, **k))[1]
+        index_module, "count", lambda *a, **k: (values.append(os.environ.get(TOKENIZER_THREADS)), count(*a, **k))[1]
     )
-    monkeypatch.setenv(TOKENIZERS, "x")
-    monkeypatch.delenv(TOKENIZERS)
+    monkeypatch.setenv(TOKENIZER_THREADS, "x")
+    monkeypatch.delenv(TOKENIZER_THREADS)
     train(tmp_path)
-    assert (os.environ[ALLOCATOR], os.environ[TOKENIZERS]) == ("expandable_segments:True", "false")
-    monkeypatch.setenv(TOKENIZERS, "true")
+    assert (os.environ[ALLOCATOR], os.environ[TOKENIZER_THREADS]) == ("expandable_segments:True", "false")
+    monkeypatch.setenv(TOKENIZER_THREADS, "true")
     monkeypatch.delenv(ALLOCATOR)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     train(tmp_path / "again")
-    assert os.environ[TOKENIZERS] == "true" and ALLOCATOR not in os.environ
-    assert {*seen} == {"false", "true"}
+    assert os.environ[TOKENIZER_THREADS] == "true" and ALLOCATOR not in os.environ
+    assert {*values} == {"false", "true"}
 
 
 def test_the_texts_of_a_png_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,53 +101,53 @@ def test_the_texts_of_a_png_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     environment.apply_variables(environment.Environment(png_text_bytes=2 << 20))
     assert "too large" in image_header(tmp_path / "a.png").error
     assert os.environ["UNIGEN_DS_PNG_TEXT_BYTES"] == str(2 << 20)
-    for own, given, expected in ((1 << 20, "55", 55), (1 << 20, None, 100 << 20), (77, None, 77)):
+    for own, value, expected in ((1 << 20, "55", 55), (1 << 20, None, 100 << 20), (77, None, 77)):
         monkeypatch.setattr(PngImagePlugin, "MAX_TEXT_CHUNK", own)  # as PIL, or a user's module, has it at the import
-        monkeypatch.setenv("UNIGEN_DS_PNG_TEXT_BYTES", given or "")
-        if given is None:
+        monkeypatch.setenv("UNIGEN_DS_PNG_TEXT_BYTES", value or "")
+        if value is None:
             monkeypatch.delenv("UNIGEN_DS_PNG_TEXT_BYTES")
         raise_png_text_limit()
         assert expected == PngImagePlugin.MAX_TEXT_CHUNK
 
 
 def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = {**rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}
-    drawn = torch.rand(3)
-    set_rng_state(stored)
-    assert torch.equal(torch.rand(3), drawn) and "is of a run on CUDA" in caplog.text
+    old_state = {**rng_state(), "cuda": torch.zeros(16, dtype=torch.uint8)}
+    numbers = torch.rand(3)
+    set_rng_state(old_state)
+    assert torch.equal(torch.rand(3), numbers) and "is of a run on CUDA" in caplog.text
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
     for number in (1, 1, 2):  # the device's generator follows the stored one, so ranks and updates differ
-        state = {key: value for key, value in stored.items() if key != "cuda"}
+        state = {key: value for key, value in old_state.items() if key != "cuda"}
         set_rng_state({**state, "torch": torch.Generator().manual_seed(number).get_state()})
     assert seeds[0] == seeds[1] != seeds[2] and "is of a run on a CPU" in caplog.text
 
 
 def test_after_an_error_a_group_with_nccl_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
+    calls: list[str] = []
     monkeypatch.setattr(td, "is_initialized", lambda: True)
-    monkeypatch.setattr(td, "destroy_process_group", lambda: ended.append("destroyed"))
+    monkeypatch.setattr(td, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(td, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     dist.shutdown(after_error=True)
-    assert not ended
+    assert not calls
     dist.shutdown()
     monkeypatch.setattr(td, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
     dist.shutdown(after_error=True)
-    assert ended == ["destroyed", "destroyed"]
+    assert calls == ["destroyed", "destroyed"]
 
 
 def test_the_device_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
+    devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(td, "init_process_group", lambda *given, **options: None)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(td, "init_process_group", lambda *arguments, **options: None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     for local_rank, count in ((3, 4), (3, 1)):  # a scheduler may let each process see its own device alone
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         dist.init()
-    assert chosen == [3, 0]
+    assert devices == [3, 0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="LOCAL_RANK is 3 and there are 2 CUDA devices"):
         dist.init()

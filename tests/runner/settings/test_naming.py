@@ -31,8 +31,8 @@ def test_fields_of_a_template(tmp_path: Path, digits: Path) -> None:
 
 def test_a_folder_for_each_run_that_a_resume_finds_again(tmp_path: Path, digits: Path) -> None:
     def train(updates: int, **settings: Any) -> Path:
-        given = {"visualizer": {"run_name": "{model}_{seed}_{date}"}, "train_dataloader__batch_size": 4, **settings}
-        config = tiny_config(tmp_path / "{run_name}", digits, train_dataloader__packing=None, **given)
+        options = {"visualizer": {"run_name": "{model}_{seed}_{date}"}, "train_dataloader__batch_size": 4, **settings}
+        config = tiny_config(tmp_path / "{run_name}", digits, train_dataloader__packing=None, **options)
         runner = Runner.from_cfg(config, max_updates=updates)
         assert runner.train().updates == updates
         return runner.work_dir
@@ -45,10 +45,10 @@ def test_a_folder_for_each_run_that_a_resume_finds_again(tmp_path: Path, digits:
     assert {path.name for path in tmp_path.iterdir()} == {first.name, other.name}
 
 
-def sized(folder: Path, digits: Path, *, template: str, batch_size: int = 4, **settings: Any) -> Any:
-    given = {"visualizer": {"run_name": template}, "train_dataloader__batch_size": batch_size, **settings}
+def config_of_size(folder: Path, digits: Path, *, template: str, batch_size: int = 4, **settings: Any) -> Any:
+    options = {"visualizer": {"run_name": template}, "train_dataloader__batch_size": batch_size, **settings}
     return tiny_config(
-        folder / "{run_name}", digits, train_dataloader__packing=None, on_batch_change="keep-lr", **given
+        folder / "{run_name}", digits, train_dataloader__packing=None, on_batch_change="keep-lr", **options
     )
 
 
@@ -56,42 +56,42 @@ TEMPLATE = "{model}_bs{batch_size:03d}_lr{lr}_{seed}"
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def first_run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     folder = tmp_path_factory.mktemp("begun")
-    Runner.from_cfg(sized(folder, digits, template=TEMPLATE), max_updates=1).train()
+    Runner.from_cfg(config_of_size(folder, digits, template=TEMPLATE), max_updates=1).train()
     return folder
 
 
-def copied(begun: Path, folder: Path) -> Path:
-    shutil.copytree(begun, folder, dirs_exist_ok=True)
-    (found,) = folder.iterdir()
-    return found
+def copy_run(first_run: Path, folder: Path) -> Path:
+    shutil.copytree(first_run, folder, dirs_exist_ok=True)
+    (run_folder,) = folder.iterdir()
+    return run_folder
 
 
-def test_a_doubtful_resume_is_refused_with_the_commands(begun: Path, digits: Path, tmp_path: Path) -> None:
-    first = copied(begun, tmp_path)
-    (checkpoint,) = (found.path for found in store.list_checkpoints(first))
-    rate = sized(tmp_path, digits, template=TEMPLATE, resume="auto", optim_wrapper__optimizer__lr=0.25)
+def test_a_doubtful_resume_is_refused_with_the_commands(first_run: Path, digits: Path, tmp_path: Path) -> None:
+    first = copy_run(first_run, tmp_path)
+    (checkpoint,) = (one.path for one in store.list_checkpoints(first))
+    rate = config_of_size(tmp_path, digits, template=TEMPLATE, resume="auto", optim_wrapper__optimizer__lr=0.25)
     with pytest.raises(ResumeBlocked, match=r"no run is named UnifiedModel_bs004_lr0.25_42") as error:
         Runner.from_cfg(rate)
     assert f"--resume {checkpoint} or --resume --work-dir {first}" in str(error.value)
     second = tmp_path / first.name.replace("bs004", "bs002")
     shutil.copytree(first, second)
     with pytest.raises(ResumeBlocked, match="2 of this template") as error:
-        Runner.from_cfg(sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=True))
+        Runner.from_cfg(config_of_size(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=True))
     assert str(first) in str(error.value) and str(second) in str(error.value)
     assert {path.name for path in tmp_path.iterdir()} == {first.name, second.name}
-    another = sized(tmp_path, digits, template=TEMPLATE, resume=True, randomness__seed=1)
+    another = config_of_size(tmp_path, digits, template=TEMPLATE, resume=True, randomness__seed=1)
     assert Runner.from_cfg(another).work_dir == tmp_path / (first.name.removesuffix("42") + "1")
-    named = sized(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=str(second / checkpoint.name))
-    assert Runner.from_cfg(named, max_updates=1).work_dir == second
+    by_name = config_of_size(tmp_path, digits, template=TEMPLATE, batch_size=8, resume=str(second / checkpoint.name))
+    assert Runner.from_cfg(by_name, max_updates=1).work_dir == second
 
 
 def test_the_inspection_finds_the_same_folder(
-    begun: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    first_run: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = copied(begun, tmp_path)
-    sized(tmp_path, digits, template=TEMPLATE).dump(str(tmp_path / "config.py"))
+    first = copy_run(first_run, tmp_path)
+    config_of_size(tmp_path, digits, template=TEMPLATE).dump(str(tmp_path / "config.py"))
     assert inspect([str(tmp_path / "config.py")]) == 0
     assert str(first) in capsys.readouterr().out
     options = ["--cfg-options", "optim_wrapper.optimizer.lr=0.25"]

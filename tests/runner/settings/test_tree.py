@@ -62,9 +62,9 @@ def test_every_problem_is_in_one_message_with_the_value_and_what_is_allowed(plai
     plain["processor"]["text_dropout"] = 1.5
     plain["env"] = {"num_threads": 0, "matmul_precision": "hihg"}
     del plain["tokenizer"]
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         Settings.from_config(plain)
-    lines = str(raised.value).splitlines()
+    lines = str(error.value).splitlines()
     for line in (
         "the config has no tokenizer",
         "train_dataloader.seq_length is 0. Allowed: a whole number of at least 1",
@@ -103,9 +103,9 @@ def test_what_only_a_constructor_refuses_is_refused_before_the_training(
         node = node[key]
     node[last] = value
     settings = Settings.from_config(plain)
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         Runner.from_cfg(settings)
-    assert message in str(raised.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["param_scheduler[0].end=0.5", "param_scheduler.0.end=0.5"])
@@ -113,11 +113,11 @@ def test_an_override_as_print_config_shows_the_key(plain: dict[str, Any], tmp_pa
     config = load_config(as_file(tmp_path, plain), [text, "default_hooks.continuity.on_mismatch=halt"])
     assert config.param_scheduler[0].end == 0.5
     assert Settings.from_config(config).default_hooks.continuity.arguments == {"on_mismatch": "halt"}
-    given = "default_hooks.continuity=dict(on_mismatch='halt', tolerance=[1, 2.5][0])"
+    override = "default_hooks.continuity=dict(on_mismatch='halt', tolerance=[1, 2.5][0])"
     with pytest.raises(ConfigError, match=r"default_hooks\.continuity is"):
-        load_settings(as_file(tmp_path, plain), [given])  # a call of anything but dict is a text
-    found = load_settings(as_file(tmp_path, plain), [given.replace("[1, 2.5][0]", "0.5")])
-    assert found.default_hooks.continuity.arguments == {"on_mismatch": "halt", "tolerance": 0.5}
+        load_settings(as_file(tmp_path, plain), [override])  # a call of anything but dict is a text
+    settings = load_settings(as_file(tmp_path, plain), [override.replace("[1, 2.5][0]", "0.5")])
+    assert settings.default_hooks.continuity.arguments == {"on_mismatch": "halt", "tolerance": 0.5}
     with pytest.raises(ConfigError, match="did you mean 'continuity'"):
         load_settings(as_file(tmp_path, plain), ["default_hooks.continuty.on_mismatch=halt"])
 
@@ -166,8 +166,8 @@ def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
     monkeypatch.setattr(logging.getLogger(NAME), "propagate", True)
     monkeypatch.setattr("unigen_ds.runner.start.stages.secrets.randbelow", lambda limit: 12345)
     plain["randomness"] = {"seed": None}
-    drawn = Runner.from_cfg(plain, max_updates=1)
-    drawn.train()
+    first = Runner.from_cfg(plain, max_updates=1)
+    first.train()
     [checkpoint] = (tmp_path / "run").glob("iter_*.pth")
     manifest = Manifest.read(checkpoint)
     assert manifest.config["randomness"] == {"seed": 12345} and manifest.loader["seed"] == 12345
@@ -177,8 +177,8 @@ def test_a_seed_of_none_is_drawn_recorded_and_used_by_a_resume(
     assert again.config["randomness"]["seed"] == 12345
     other = Runner.from_cfg({**plain, "work_dir": str(tmp_path / "b"), "randomness": {"seed": 12345}}, max_updates=1)
     other.train()
-    trained, same = (dict(run.backend.model.state_dict()) for run in (drawn, other))
-    assert all(torch.equal(tensor, same[name]) for name, tensor in trained.items())
+    weights, same = (dict(run.backend.model.state_dict()) for run in (first, other))
+    assert all(torch.equal(tensor, same[name]) for name, tensor in weights.items())
     with pytest.raises(ResumeBlocked, match="the training data differs"):
         Runner.from_cfg({**plain, "resume": True, "randomness": {"seed": 1}}, max_updates=2)
 
@@ -206,9 +206,9 @@ def test_a_default_made_explicit_is_no_edit(plain: dict[str, Any], tmp_path: Pat
 
 def test_a_stored_config_of_unknown_content_is_completed_without_an_error() -> None:
     strange = {"model": {"type": "<class 'gone.Model'>"}, "was_once": 1, "train_cfg": None, "custom_hooks": "no list"}
-    found = Settings.completed(strange)
-    assert found["model"] == strange["model"] and found["was_once"] == 1
-    assert found["optim_wrapper"]["paramwise_cfg"]["norm_decay_mult"] == 1.0
+    config = Settings.complete(strange)
+    assert config["model"] == strange["model"] and config["was_once"] == 1
+    assert config["optim_wrapper"]["paramwise_cfg"]["norm_decay_mult"] == 1.0
 
 
 def test_every_key_with_its_value_and_where_it_comes_from(
@@ -220,19 +220,19 @@ def test_every_key_with_its_value_and_where_it_comes_from(
     child.write_text("_base_ = './second.py'\nlog_level = 'ERROR'\ntrain_dataloader = dict(seq_length=81)\n")
     options = ["--cfg-options", "optim_wrapper.optimizer.lr=0.5", "param_scheduler.0.start_factor=0.5", "--seed", "9"]
     assert main([str(child), "--print-config", *options, "--work-dir", str(tmp_path / "run")]) == 0
-    noted, *rows = capsys.readouterr().out.splitlines()
-    assert noted == "# Config: log_level='ERROR' is read as env.log_level='ERROR'."
+    note, *rows = capsys.readouterr().out.splitlines()
+    assert note == "# Config: log_level='ERROR' is read as env.log_level='ERROR'."
     lines = {line.split(" = ")[0]: line.split(" = ", 1)[1] for line in rows}
-    shown = {key: [part.strip() for part in text.rsplit("  # ", 1)] for key, text in lines.items()}
-    assert shown["train_dataloader.seq_length"] == ["81", "config"]
-    assert shown["train_dataloader.batch_size"] == ["12", "config"]
-    assert shown["env.log_level"] == ["'ERROR'", "translated"]
-    assert shown["randomness.seed"] == ["9", "command line"]
-    assert shown["optim_wrapper.optimizer.lr"] == ["0.5", "command line"]
-    assert shown["param_scheduler[0].start_factor"] == ["0.5", "command line"]
-    assert shown["param_scheduler[0].end_factor"] == ["1.0", "default"]
-    assert shown["train_dataloader.prefetch_factor"] == ["2", "default"]
-    assert "default_hooks.logger.writers" not in shown and len(shown) > 100
+    table = {key: [part.strip() for part in text.rsplit("  # ", 1)] for key, text in lines.items()}
+    assert table["train_dataloader.seq_length"] == ["81", "config"]
+    assert table["train_dataloader.batch_size"] == ["12", "config"]
+    assert table["env.log_level"] == ["'ERROR'", "translated"]
+    assert table["randomness.seed"] == ["9", "command line"]
+    assert table["optim_wrapper.optimizer.lr"] == ["0.5", "command line"]
+    assert table["param_scheduler[0].start_factor"] == ["0.5", "command line"]
+    assert table["param_scheduler[0].end_factor"] == ["1.0", "default"]
+    assert table["train_dataloader.prefetch_factor"] == ["2", "default"]
+    assert "default_hooks.logger.writers" not in table and len(table) > 100
     assert main([str(tmp_path / "second.py"), "--print-config", "--work-dir", str(tmp_path / "run")]) == 0
     assert "randomness.seed = 3" in capsys.readouterr().out
     assert not (tmp_path / "run").exists(), "nothing was trained"
@@ -255,9 +255,9 @@ def test_every_key_with_its_value_and_where_it_comes_from(
 def test_sizes_of_every_family(plain: dict[str, Any], model: dict[str, Any], messages: list[str]) -> None:
     """What ``pretrained`` has may be left out, and is not missing."""
     plain |= {"model": model, "processor": {}}
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         Settings.from_config(plain)
-    text = str(raised.value)
+    text = str(error.value)
     assert all(message in text for message in messages), text
     assert len(text.splitlines()) == (1 if len(messages) == 1 else len(messages) + 1), text
 
@@ -287,9 +287,9 @@ class WithoutFamily(torch.nn.Module):
 
 def test_a_model_that_no_family_has_is_refused(plain: dict[str, Any]) -> None:
     """It would be given the batches of another kind of model."""
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         Runner.from_cfg({**plain, "model": {"type": "WithoutFamily"}, "processor": {}})
-    text = str(raised.value)
+    text = str(error.value)
     for words in ("model.type is 'WithoutFamily', and no registered family has this model", "DecoderLM", "UnifiedModel",
                   "VLM, or a subclass of one", "custom_imports", "docs/extending.md"):  # fmt: skip
         assert words in text, text
@@ -299,9 +299,9 @@ def test_a_users_own_model_is_checked_by_its_annotations(plain: dict[str, Any]) 
     plain |= {"model": {"type": "AnnotatedAlone", "llm": {"any": 3}}, "processor": {}}
     assert Settings.from_config(plain).model.arguments == {"llm": {"any": 3}}
     plain["model"] |= {"llm": {"any": "3"}, "width": "4", "vit": {}}
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         Settings.from_config(plain)
-    text = str(raised.value)
+    text = str(error.value)
     for words in (
         "model.llm is {'any': '3'}",
         "model.width is '4'",
@@ -321,7 +321,7 @@ def test_a_users_own_model_is_checked_by_its_annotations(plain: dict[str, Any]) 
     ],
 )
 def test_a_direct_call_with_a_wrong_value_raises_the_same_error(call: Any, message: str) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError) as error:
         call()
-    assert message in str(raised.value)
+    assert message in str(error.value)
     assert CheckpointHook(-1.0, max_keep_ckpts=-1).interval == -1 and CheckpointHook(0.5).interval == 0.5

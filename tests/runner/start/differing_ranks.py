@@ -57,24 +57,24 @@ SAME: dict[str, Case] = {
 
 def run(name: str, shared: Mapping[str, Any], other: Mapping[str, Any], *, rank: int, out: Path) -> str:
     """Train two updates. Returns what was raised."""
-    given: dict[str, Any] = {**shared, **(other if rank else {})}
-    own = out / name / given.pop("folder", "rank0" if rank == 0 else "rank1")
-    training, validation = (given.pop(key, RECORDS) for key in ("data", "validation"))
-    most = given.pop("max_updates", 2)
-    versions, digest = given.pop("version", {}), given.pop("digest", None)
+    settings: dict[str, Any] = {**shared, **(other if rank else {})}
+    own = out / name / settings.pop("folder", "rank0" if rank == 0 else "rank1")
+    training, validation = (settings.pop(key, RECORDS) for key in ("data", "validation"))
+    most = settings.pop("max_updates", 2)
+    versions, digest = settings.pop("version", {}), settings.pop("digest", None)
     path = write_jsonl(own / "files" / "data.jsonl", training)
     of_validation = write_jsonl(own / "validation" / "data.jsonl", validation)
-    work_dir = str(own if given.pop("work_dir", None) else out / name / "run")
+    work_dir = str(own if settings.pop("work_dir", None) else out / name / "run")
     base: dict[str, Any] = {"backend": {"type": "fsdp"}, "custom_hooks": [], "env.dist_timeout_s": 60.0}
-    text = json.dumps({**base, **given}, default=str)
+    text = json.dumps({**base, **settings}, default=str)
     options = json.loads(text.replace('"data.jsonl"', json.dumps(str(path))))
     if "val_dataloader" in options:
         options["val_dataloader"]["dataset"]["data_path"] = str(of_validation)
     options = {"train_dataloader.batch_size": 2, "work_dir": work_dir, **options}
     config = text_config(own, training, **{key.replace(".", "__"): value for key, value in options.items()})
-    installed, code = {**parts.current_versions(), **versions}, digest or parts.source_digest()
+    own_versions, code = {**parts.current_versions(), **versions}, digest or parts.source_digest()
     with (
-        mock.patch.object(parts, "current_versions", lambda: installed),
+        mock.patch.object(parts, "current_versions", lambda: own_versions),
         mock.patch.object(parts, "source_digest", lambda *file: code),
     ):
         try:
@@ -85,12 +85,12 @@ def run(name: str, shared: Mapping[str, Any], other: Mapping[str, Any], *, rank:
 
 
 def main(out: Path) -> None:
-    rank, found = int(os.environ["RANK"]), {}
+    rank, results = int(os.environ["RANK"]), {}
     for name, (shared, other) in {**DIFFERENT, **SAME}.items():
-        found[name] = run(name, shared, other, rank=rank, out=out)
-        if "RanksDiffer" not in found[name] and name in DIFFERENT:
+        results[name] = run(name, shared, other, rank=rank, out=out)
+        if "RanksDiffer" not in results[name] and name in DIFFERENT:
             break  # the ranks may be at different places
-    (out / f"found_{rank}.json").write_text(json.dumps(found, indent=1))
+    (out / f"found_{rank}.json").write_text(json.dumps(results, indent=1))
     dist.leave(0)
 
 

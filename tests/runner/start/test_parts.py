@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from tests.processes import ranks
 from tests.runner.start.differing_ranks import DIFFERENT, SAME
+from tests.support.processes import ranks
 
 Found = list[dict[str, str]]
 NAMED = {
@@ -35,22 +35,22 @@ NAMED = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Of each rank: case -> what its run raised."""
     out = tmp_path_factory.mktemp("ranks")
-    ended = ranks([sys.executable, "-m", "tests.runner.start.differing_ranks", str(out)])
-    assert [one.status for one in ended] == [0, 0], "\n".join(one.ending for one in ended)
+    processes = ranks([sys.executable, "-m", "tests.runner.start.differing_ranks", str(out)])
+    assert [one.status for one in processes] == [0, 0], "\n".join(one.ending for one in processes)
     return [json.loads((out / f"found_{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_both_ranks_end_with_the_key_and_both_values(found: Found, name: str) -> None:
-    first, second = (one.get(name, "not reached") for one in found)
+def test_both_ranks_end_with_the_key_and_both_values(outcomes: Found, name: str) -> None:
+    first, second = (one.get(name, "not reached") for one in outcomes)
     assert first == second and first.startswith("RanksDiffer: the processes differ:\n"), (first, second)
     assert re.search(f"^  {NAMED[name]}", first, re.MULTILINE), first
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_what_a_node_has_of_its_own_may_differ(found: Found, name: str) -> None:
+def test_what_a_node_has_of_its_own_may_differ(outcomes: Found, name: str) -> None:
     """Folders, caches, threads, workers, and what only rank 0 writes: the runs train."""
-    assert [one.get(name, "not reached") for one in found] == ["", ""]
+    assert [one.get(name, "not reached") for one in outcomes] == ["", ""]

@@ -29,7 +29,7 @@ from unigen_ds.backends.deepspeed.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.deepspeed.deepspeed_files import FOLDER, CapturedSave
+from unigen_ds.backends.deepspeed.deepspeed_files import SAVE_FOLDER, CapturedSave
 from unigen_ds.backends.memory import allocate, blocks_freed_at_once, on_meta
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.batch import LossTerms
@@ -58,8 +58,8 @@ def _choose_accelerator() -> None:
 
 
 def leave_out_operator() -> None:
-    """On a CPU DeepSpeed would compile an operator at the start for minutes; and after a build that was killed for
-    ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
+    """Leave out an operator that DeepSpeed would compile on a CPU at the start: for minutes, and after a build that was
+    killed for ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
     """
     comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
     comm.build_shm_op = lambda: None
@@ -120,9 +120,9 @@ class DeepSpeedBackend(Backend):
                 allowed="an element-wise optimizer under DeepSpeed, such as AdamW",
                 remedy="--backend fsdp:FULL_SHARD, or single",
             )
-        filled = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        ds_config = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
         _choose_accelerator()
-        check_by_deepspeed(filled)
+        check_by_deepspeed(ds_config)
         from deepspeed.accelerator import get_accelerator
 
         if optimizer_cfg.precision == "fp16" and not get_accelerator().is_fp16_supported():
@@ -149,21 +149,21 @@ class DeepSpeedBackend(Backend):
         self._names = {name: tuple(p.shape) for name, p in model.named_parameters()}
         ds_config = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
         with blocks_freed_at_once():
-            filled = not on_meta(model)
-            if not filled:
+            has_memory = not on_meta(model)
+            if not has_memory:
                 self._allocate(model, ds_config)
             parameters = dict(model.named_parameters())
             self._trainable = [name for name, p in parameters.items() if p.requires_grad]
-            keep = self._low_precision and filled
+            keep = self._low_precision and has_memory
             originals = {name: parameters[name].detach().clone() for name in self._trainable if keep}
-            grouped = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
+            groups = [(group, [parameters[name] for name in group.parameters]) for group in param_groups]
             # ZeRO-3's own hooks on the model look for tensors in dicts, not in LossTerms: theirs run between these two
             model.register_forward_hook(_terms_to_dict)
             if self.stage == 3:
                 _skip_modules_without_parameters(model)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=build_torch_optimizer(optimizer_cfg, grouped),
+                optimizer=build_torch_optimizer(optimizer_cfg, groups),
                 config=ds_config,
                 dist_init_required=False,
             )
@@ -179,7 +179,7 @@ class DeepSpeedBackend(Backend):
                     for shard in self.master_shards():
                         shard.data.copy_(originals[shard.name].view(-1)[shard.flat_start : shard.flat_stop])
                 self.refresh_copies()
-            del parameters, originals, grouped
+            del parameters, originals, groups
         self.log_summary(f"DeepSpeed ZeRO-{self.stage}" + (", optimizer in host memory" * self.offloads_optimizer))
 
     def _allocate(self, model: nn.Module, ds_config: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ class DeepSpeedBackend(Backend):
 
     def step(self) -> StepResult:
         scaler = self._scaler
-        used = None if scaler is None else float(scaler.cur_scale)
+        scale = None if scaler is None else float(scaler.cur_scale)
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         if not applied and self.offloads_optimizer and hasattr(self._zero, "averaged_gradients"):
@@ -281,9 +281,9 @@ class DeepSpeedBackend(Backend):
             check_state(self._zero.optimizer)
             self._state_checked = True
         norm = self._engine.get_global_grad_norm()
-        fell = used is not None and scaler.cur_scale < used
+        fell = scale is not None and scaler.cur_scale < scale
         norm = float(norm) if applied and norm is not None else math.inf
-        return StepResult(norm, applied, loss_scale=used, scale_fell=fell)
+        return StepResult(norm, applied, loss_scale=scale, scale_fell=fell)
 
     @property
     def _scaler(self) -> Any:
@@ -302,7 +302,7 @@ class DeepSpeedBackend(Backend):
         return list(getattr(self._zero, name))
 
     def _fragments(self) -> Iterator[tuple[str, int, int, int, int]]:
-        """Of each trained parameter's piece here: name, flat buffer, offset there, first element, length."""
+        """Name, flat buffer, offset in it, first element and length of each trained parameter's piece on this rank."""
         for name in self._trainable:
             parameter = self._parameters[name]
             if self.stage == 3:
@@ -409,10 +409,10 @@ class DeepSpeedBackend(Backend):
 
     def state_files(self) -> StateFiles:
         """DeepSpeed's own files but its scripts, listed by ``CapturedSave``: its ``save_checkpoint`` has barriers."""
-        captured = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
-        with captured.installed(self._engine):
-            self._engine.save_checkpoint(FOLDER, tag=".", save_latest=False)
-        return StateFiles("deepspeed", captured.outputs)
+        capture = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
+        with capture.install(self._engine):
+            self._engine.save_checkpoint(SAVE_FOLDER, tag=".", save_latest=False)
+        return StateFiles("deepspeed", capture.outputs)
 
     def close(self) -> None:
         if self._engine is None:

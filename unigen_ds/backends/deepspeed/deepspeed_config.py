@@ -20,7 +20,7 @@ from unigen_ds.optim.optimizer import OptimizerConfig
 from unigen_ds.system.dist import env_rank
 from unigen_ds.system.log import logger
 
-AUTO = "auto"
+_AUTO = "auto"
 TESTED_VERSION = "0.19.8"
 ALLOWED_VERSIONS = ">=0.19.8,<0.20"
 """Versions of DeepSpeed: its private attributes change between releases. ``setup.py`` reads the line above."""
@@ -62,9 +62,9 @@ def offloads(config: Mapping[str, Any]) -> list[str]:
     return [k for k in ("offload_optimizer", "offload_param") if (zero.get(k) or {}).get("device", "none") != "none"]
 
 
-OWNED = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
+OWNERS = {"scheduler": "param_scheduler", "optimizer": "optim_wrapper.optimizer"}
 """Sections that our config has under every engine, and its name for each."""
-_REFUSED = (
+_ONLY_VALUES = (
     ("data_types", "buffer_dtype", "fp32", "the autoencoder would be rounded, under this engine alone"),
     ("torch_autocast", "enabled", False, "no other engine has it; optim_wrapper.precision is for all"),
     ("bf16", "check_grad_overflow", True, "one non-finite gradient would make all weights non-finite"),
@@ -75,28 +75,28 @@ _REFUSED = (
 def check_ds_config(config: Mapping[str, Any]) -> None:
     """Refuse what cannot work, from the file alone. Raises ``ConfigError``."""
     for section in ("zero_optimization", "bf16", "fp16", "data_types", "torch_autocast"):
-        if not isinstance(config.get(section), Mapping | None) and config[section] != AUTO:
+        if not isinstance(config.get(section), Mapping | None) and config[section] != _AUTO:
             raise ConfigError(f"the DeepSpeed config has {section} = {config[section]!r}", allowed="{...}")
     stage_of(config)
-    for section, owner in OWNED.items():
+    for section, owner in OWNERS.items():
         value = config.get(section)
-        values = [*(value.get("params") or {}).values()] if isinstance(value, Mapping) else [value or AUTO]
-        if set(values) != {AUTO}:  # as Hugging Face's Trainer wants it; a type alone asks for its defaults
+        values = [*(value.get("params") or {}).values()] if isinstance(value, Mapping) else [value or _AUTO]
+        if set(values) != {_AUTO}:  # as Hugging Face's Trainer wants it; a type alone asks for its defaults
             raise ConfigError(
                 f"the DeepSpeed config has a {section} ({value}), and so has ours ({owner})",
                 remedy=f"delete {section!r} from the JSON: {owner} is used, under every engine",
             )
-    for section, key, allowed, why in _REFUSED:
-        value = (config.get(section) or {}).get(key, AUTO)
-        if value not in (AUTO, None, allowed):
+    for section, key, choice, why in _ONLY_VALUES:
+        value = (config.get(section) or {}).get(key, _AUTO)
+        if value not in (_AUTO, None, choice):
             problem = f"the DeepSpeed config has {section}.{key} = {value!r}: {why}"
-            raise ConfigError(problem, allowed=repr(allowed), remedy="delete it from the JSON")
+            raise ConfigError(problem, allowed=repr(choice), remedy="delete it from the JSON")
 
 
 def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerConfig) -> dict[str, Any]:
     """The config DeepSpeed gets. Raises ``ConfigError`` naming both values of a contradiction."""
     check_ds_config(config)
-    filled = {k: v for k, v in copy.deepcopy({**config}).items() if k not in ("scheduler", "optimizer")}
+    ds_config = {k: v for k, v in copy.deepcopy({**config}).items() if k not in ("scheduler", "optimizer")}
     ours: dict[str, tuple[Any, str]] = {
         "train_micro_batch_size_per_gpu": (geometry.batch_size, "train_dataloader.batch_size"),
         "gradient_accumulation_steps": (geometry.accumulative_counts, "optim_wrapper.accumulative_counts"),
@@ -104,16 +104,16 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
         "gradient_clipping": (optimizer.max_norm or 0.0, "optim_wrapper.clip_grad.max_norm"),
     }
     for key, (value, where) in ours.items():
-        filled[key] = _agree_on(filled.get(key, AUTO), value, key, where)
+        ds_config[key] = _agree_on(ds_config.get(key, _AUTO), value, key, where)
     for precision in ("bf16", "fp16"):
-        section = dict(filled.get(precision) or {})
-        chosen = optimizer.precision == precision
+        section = dict(ds_config.get(precision) or {})
+        is_on = optimizer.precision == precision
         section["enabled"] = _agree_on(
-            section.get("enabled", AUTO), chosen, f"{precision}.enabled", "optim_wrapper.precision"
+            section.get("enabled", _AUTO), is_on, f"{precision}.enabled", "optim_wrapper.precision"
         )
-        filled[precision] = {k: v for k, v in section.items() if v != AUTO}
+        ds_config[precision] = {k: v for k, v in section.items() if v != _AUTO}
     if optimizer.precision == "fp16":  # halve the loss scale at the first overflow, as every engine does; theirs is 2
-        filled["fp16"].setdefault("hysteresis", 1)
+        ds_config["fp16"].setdefault("hysteresis", 1)
         scale, interval = (optimizer.loss_scale.get(key) for key in ("scale", "growth_interval"))
         power = None if scale is None else round(math.log2(scale))
         for key, value, where in (
@@ -121,17 +121,17 @@ def fill(config: Mapping[str, Any], *, geometry: Geometry, optimizer: OptimizerC
             ("loss_scale_window", interval, "optim_wrapper.loss_scale.growth_interval"),
         ):
             if value is not None:
-                filled["fp16"][key] = _agree_on(filled["fp16"].get(key, AUTO), value, f"fp16.{key}", where)
+                ds_config["fp16"][key] = _agree_on(ds_config["fp16"].get(key, _AUTO), value, f"fp16.{key}", where)
     if optimizer.precision != "fp32":  # gradients are summed and reduced in fp32, as under every engine
-        filled["data_types"] = {**(filled.get("data_types") or {}), "grad_accum_dtype": "fp32"}
-        filled.setdefault("communication_data_type", "fp32")
-    filled["zero_allow_untested_optimizer"] = True
-    filled.setdefault("zero_force_ds_cpu_optimizer", False)
-    filled.setdefault("steps_per_print", 10**12)
-    return _without_auto(filled)
+        ds_config["data_types"] = {**(ds_config.get("data_types") or {}), "grad_accum_dtype": "fp32"}
+        ds_config.setdefault("communication_data_type", "fp32")
+    ds_config["zero_allow_untested_optimizer"] = True
+    ds_config.setdefault("zero_force_ds_cpu_optimizer", False)
+    ds_config.setdefault("steps_per_print", 10**12)
+    return _without_auto(ds_config)
 
 
-def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
+def check_by_deepspeed(ds_config: Mapping[str, Any]) -> None:
     """Have DeepSpeed read what ``fill`` returned: ``ConfigError`` for what it refuses, a warning for unknown keys."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError  # what DeepSpeed checks with
@@ -139,7 +139,7 @@ def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
     # DeepSpeed's engine reads the last two, not its config
     reads = {"train_batch_size", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 
-    class Watched(dict[str, Any]):
+    class KeyRecorder(dict[str, Any]):
         def __contains__(self, key: object) -> bool:
             reads.add(str(key))
             return super().__contains__(key)
@@ -149,18 +149,18 @@ def check_by_deepspeed(filled: Mapping[str, Any]) -> None:
             return super().get(key, default)
 
     try:
-        DeepSpeedConfig(Watched({key: value for key, value in filled.items() if key != "train_batch_size"}))
+        DeepSpeedConfig(KeyRecorder({key: value for key, value in ds_config.items() if key != "train_batch_size"}))
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {one['msg']}" for one in error.errors()]
         raise ConfigError(f"DeepSpeed refuses its config, {error.title}: " + "; ".join(problems)) from error
     except (DeepSpeedConfigError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"DeepSpeed refuses its config: {error}") from error
-    for key in sorted(filled.keys() - reads) if env_rank() == 0 else ():
+    for key in sorted(ds_config.keys() - reads) if env_rank() == 0 else ():
         logger().warning("DeepSpeed does not use %r of its config: %s", key, nearest(key, reads))
 
 
 def _agree_on(value: Any, ours: Any, key: str, where: str) -> Any:
-    if value not in (AUTO, None) and value != ours:
+    if value not in (_AUTO, None) and value != ours:
         raise ConfigError(
             f"the DeepSpeed config has {key} = {value!r}, ours has {where} = {ours!r}",
             remedy=f'make them equal, or write {key!r}: "auto"',
@@ -171,5 +171,5 @@ def _agree_on(value: Any, ours: Any, key: str, where: str) -> Any:
 def _without_auto(value: Any) -> Any:
     """Leave out every remaining ``"auto"``: DeepSpeed then uses its own default."""
     if isinstance(value, Mapping):
-        return {k: _without_auto(v) for k, v in value.items() if v != AUTO}
+        return {k: _without_auto(v) for k, v in value.items() if v != _AUTO}
     return value

@@ -16,9 +16,9 @@ import torch
 from unigen_ds.core.shards import STAMP
 from unigen_ds.system.outputs import Output, nested_bytes
 
-_NAMED = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")
+_BY_NAME = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")
 """Keys of a model file whose values are by the names of parameters and buffers."""
-FOLDER = "."
+SAVE_FOLDER = "."
 """The directory passed to DeepSpeed, which only appends names to it."""
 
 
@@ -33,7 +33,7 @@ class CapturedSave:
         self.outputs: list[Output] = []
 
     @contextmanager
-    def installed(self, engine: Any) -> Iterator[None]:
+    def install(self, engine: Any) -> Iterator[None]:
         engine.checkpoint_engine = self
         engine._copy_recovery_script = lambda save_path: None  # rank 0 would copy two files
         try:
@@ -45,7 +45,7 @@ class CapturedSave:
     def save(self, state_dict: Any, path: str) -> None:
         """DeepSpeed calls it by keyword: the names are its own."""
         state_dict = {**state_dict, STAMP: self._stamp}
-        for key in _NAMED if self._left_out else ():
+        for key in _BY_NAME if self._left_out else ():
             content = state_dict.get(key)
             if isinstance(content, Mapping):
                 rest = [(name, value) for name, value in content.items() if name not in self._left_out]

@@ -19,6 +19,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -89,10 +90,10 @@ class FSDPBackend(TorchOptimizerBackend):
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._replica = dist.rank() // self.num_shard
         root = self._shard(model, optimizer_cfg.precision)
-        held = torch.device("cpu") if self.cpu_offload else self._device
+        device = torch.device("cpu") if self.cpu_offload else self._device
         allocate(
             root,
-            lambda tensor: torch.empty_like(tensor, device=held),
+            lambda tensor: torch.empty_like(tensor, device=device),
             make_buffer=lambda tensor: torch.empty_like(tensor, device=self._device),  # forward reads them there
         )
         _settle(root)
@@ -182,19 +183,19 @@ class FSDPBackend(TorchOptimizerBackend):
                 for master in masters:
                     matrix = nn.Parameter(whole(master).to(self._device))
                     matrix.grad = whole(master.grad).to(self._device)
-                    kept = {k: whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
+                    matrix_state = {k: whole(v).to(self._device) for k, v in state[master].items() if k != STEP}
                     if STEP in state[master]:
-                        kept[STEP] = state[master][STEP]
-                    optimizer.state = defaultdict(dict, {matrix: kept} if kept else {})
+                        matrix_state[STEP] = state[master][STEP]
+                    optimizer.state = defaultdict(dict, {matrix: matrix_state} if matrix_state else {})
                     group["params"] = [matrix]
                     optimizer.step()
                     group["params"] = []
-                    _keep_rows(matrix.detach(), master)
+                    self._keep_rows(matrix.detach(), master)
                     for kind, value in optimizer.state[matrix].items():
                         if kind == STEP:
                             state[master][kind] = value
                         elif value is not None:
-                            _keep_rows(value, state[master].setdefault(kind, torch.zeros_like(master)))
+                            self._keep_rows(value, state[master].setdefault(kind, torch.zeros_like(master)))
         finally:
             optimizer.state = state
             for group, masters in zip(groups, members, strict=True):
@@ -218,9 +219,21 @@ class FSDPBackend(TorchOptimizerBackend):
         for name, tensor in tensors.items():
             local = local_part(tensor)
             if local.numel():
-                shape, start = tuple(tensor.shape), _flat_start(tensor)
-                shards.append(Shard(name, shape, start, local.detach().view(-1), primary=self._replica == 0))
+                flat, primary = local.detach().view(-1), self._replica == 0
+                shards.append(Shard(name, tuple(tensor.shape), self._flat_start(tensor), flat, primary=primary))
         return shards
+
+    def _flat_start(self, tensor: Tensor) -> int:
+        """Return the index in the flattened tensor at which this process's part begins."""
+        rows = shard_rows(len(tensor), dist.rank() % self.num_shard, self.num_shard)
+        row = tensor.numel() // len(tensor)
+        assert local_part(tensor).numel() == len(rows) * row, tensor.shape
+        return rows.start * row
+
+    def _keep_rows(self, whole: Tensor, sharded: Tensor) -> None:
+        """Copy this process's part of a whole tensor."""
+        local, start = local_part(sharded), self._flat_start(sharded)
+        local.copy_(whole.reshape(-1)[start : start + local.numel()].view(local.shape))
 
     def _parameters_of(self, *, trained: bool) -> dict[str, nn.Parameter]:
         parameters = self.named_parameters().items()
@@ -234,8 +247,11 @@ class FSDPBackend(TorchOptimizerBackend):
         state |= {f"{BUFFER}|{name}": b for name, b in buffers.items()}
         for (kind, name), value in self._optimizer_tensors().items():
             state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
-        replicas = dist.world_size() // self.num_shard
-        return dcp_files(state, replica=self._replica, replicas=replicas, stamp=self.stamp)
+        table = TensorTable.of(state, num_shard=self.num_shard, stamp=self.stamp)
+        own = [local_part(state.get(key, table.stamp)).detach() for key, *_ in table.parts(dist.rank())]
+        name = f"__{dist.rank()}_0.distcp"
+        output = Output(name, sum(tensor.nbytes for tensor in own), partial(_write, name, own))
+        return StateFiles("dcp", [output] if own else [], table.index)
 
 
 def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) -> int:
@@ -274,56 +290,84 @@ def _settle(root: nn.Module) -> None:
                     parameter.reset_sharded_param()
 
 
-def _keep_rows(whole: Tensor, sharded: Tensor) -> None:
-    """Copy this process's part of a whole tensor."""
-    local, start = local_part(sharded), _flat_start(sharded)
-    local.copy_(whole.reshape(-1)[start : start + local.numel()].view(local.shape))
-
-
-def _flat_start(tensor: Any) -> int:
-    """Return the index in the flattened tensor at which the local part begins: ``Shard(0)`` splits into whole rows."""
-    from torch.distributed.tensor import Shard as ShardPlacement
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    placements = [p for p in tensor.placements if p.is_shard()]
-    assert all(isinstance(p, ShardPlacement) and p.dim == 0 for p in placements), tensor.placements
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    row = tensor.numel() // tensor.shape[0] if tensor.ndim else 1
-    return int(offset[0]) * row if tensor.ndim else 0
+def shard_rows(number: int, shard: int, num_shard: int) -> range:
+    """The rows of a shard of a tensor that has ``number``: FSDP splits the first dimension, as ``torch.chunk`` does."""
+    size = -(-number // num_shard)
+    return range(min(shard * size, number), min((shard + 1) * size, number))
 
 
 # PyTorch's distributed checkpoint (``.metadata`` and one ``__<rank>_0.distcp`` per process) without its collectives:
-# ``torch.distributed.checkpoint.save`` writes between them, and its error is no ``Exception``. Which replica writes a
-# tensor is decided by the same rule on every rank. ``torch.distributed.checkpoint.load`` reads the result. Source:
-# torch 2.13, ``state_dict_saver.py`` and ``filesystem.py``.
+# ``torch.distributed.checkpoint.save`` writes between them, and its error is no ``Exception``. What every rank writes
+# follows from the shapes and the mesh, so no plan is sent. ``torch.distributed.checkpoint.load`` reads the result.
+# Source: torch 2.13, ``state_dict_saver.py``, ``default_planner.py`` and ``filesystem.py``.
 
-Written = tuple[str, list[tuple[int, int]]]
-"""The file of a rank, and where it wrote each item of its plan: first byte, length."""
-
-
-def dcp_files(state: Mapping[str, Tensor], *, replica: int, replicas: int, stamp: str = "") -> StateFiles:
-    """The file that this rank writes. ``replica``: which of the ``replicas`` copies of the DTensors is here.
-
-    Plain tensors are rank 0's: running statistics (BatchNorm) differ between ranks, and one rank's belong together.
-    ``stamp``, as of ``Backend``, is the first item.
-    """
-    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-    from torch.distributed.tensor import DTensor
-
-    sharded = {key: value for key, value in state.items() if isinstance(value, DTensor)}
-    own = _own(sharded, replica, replicas) | (state.keys() - sharded.keys() if dist.is_main() else set())
-    if own:
-        mark = f"{STAMP}|{dist.rank()}"
-        state = {mark: torch.tensor(list(stamp.encode()), dtype=torch.uint8), **state}
-        own.add(mark)
-    plan = create_default_local_save_plan({key: value for key, value in state.items() if key in own}, True)
-    name = f"__{dist.rank()}_0.distcp"
-    tensors = [local_part(state[item.index.fqn]).detach() for item in plan.items]
-    output = Output(name, sum(tensor.nbytes for tensor in tensors), partial(_write, name, tensors))
-    return StateFiles("dcp", [output] if tensors else [], _index, plan=plan)
+FileRanges = tuple[str, list[tuple[int, int]]]
+"""The file of a rank, and where it wrote each of its tensors: first byte, length."""
 
 
-def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> Written:
+@dataclass(frozen=True)
+class TensorTable:
+    """What all ranks write of a state: tensors with their owner, the same on every rank."""
+
+    tensors: Mapping[str, tuple[torch.Size, torch.dtype, int | None]]
+    """Key -> whole shape, dtype, and the replica that writes its shards; None: rank 0 writes the tensor as it is."""
+    num_shard: int
+    stamp: Tensor
+    """The first tensor of every file, under a key of its rank (``Backend.stamp``)."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Tensor], *, num_shard: int, stamp: str) -> TensorTable:
+        """Replicas share the tensors: largest first, each to the one with the fewest bytes so far.
+
+        Plain tensors are those of rank 0: running statistics (BatchNorm) of one rank belong together.
+        """
+        from torch.distributed.tensor import DTensor
+
+        loads = [0] * (dist.world_size() // num_shard)
+        owners: dict[str, int] = {}
+        sharded = {key: value for key, value in state.items() if isinstance(value, DTensor)}
+        for key in sorted(sharded, key=lambda key: (-state[key].numel(), key)):
+            owners[key] = loads.index(min(loads))
+            loads[owners[key]] += state[key].numel() * state[key].element_size()
+        tensors = {key: (value.shape, value.dtype, owners.get(key)) for key, value in state.items()}
+        return cls(tensors, num_shard, torch.tensor(list(stamp.encode()), dtype=torch.uint8))
+
+    def parts(self, rank: int) -> Iterator[tuple[str, list[int], list[int]]]:
+        """Key, offset and size, in each dimension, of the part of each tensor that a rank writes, the stamp first."""
+        replica, shard = divmod(rank, self.num_shard)
+        owners = (replica, None) if rank == 0 else (replica,)
+        keys = [key for key, (_, _, owner) in self.tensors.items() if owner in owners]
+        if keys:
+            yield f"{STAMP}|{rank}", [0], [len(self.stamp)]
+        for key in keys:
+            shape, _, owner = self.tensors[key]
+            offsets, sizes = [0] * len(shape), list(shape)
+            if owner is not None:
+                rows = shard_rows(shape[0], shard, self.num_shard)
+                offsets[0], sizes[0] = rows.start, len(rows)
+            yield key, offsets, sizes
+
+    def index(self, results: Sequence[Sequence[FileRanges]]) -> list[Output]:
+        """``.metadata``: every tensor of the ranks in their order, and where it is."""
+        from torch.distributed.checkpoint import metadata as dcp
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+        tensors: dict[str, Any] = {}
+        positions: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        for rank, files in enumerate(results):
+            for name, ranges in files:
+                for (key, offsets, sizes), position in zip(self.parts(rank), ranges, strict=True):
+                    shape, dtype, _ = self.tensors.get(key, (self.stamp.shape, self.stamp.dtype, None))
+                    chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                    of_key = tensors.setdefault(key, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), shape, []))
+                    of_key.chunks.append(chunk)
+                    positions[dcp.MetadataIndex(key, chunk.offsets)] = _StorageInfo(name, *position)
+        content = dcp.Metadata(tensors, {key: (key,) for key in tensors}, positions, dcp.StorageMeta())
+        content.version = CURRENT_DCP_VERSION
+        return [bytes_output(".metadata", pickle.dumps(content))]
+
+
+def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> FileRanges:
     ranges = []
     for tensor in tensors:
         begin = stream.tell()
@@ -332,38 +376,7 @@ def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> Written:
     return name, ranges
 
 
-def _own(tensors: Mapping[str, Tensor], replica: int, replicas: int) -> set[str]:
-    """The keys that this replica writes: largest first, each to the one with the fewest bytes so far."""
-    loads, own = [0] * replicas, set()
-    for key in sorted(tensors, key=lambda key: (-tensors[key].numel(), key)):
-        chosen = min(range(replicas), key=lambda number: loads[number])
-        loads[chosen] += tensors[key].numel() * tensors[key].element_size()
-        if chosen == replica:
-            own.add(key)
-    return own
-
-
 def _alone(tensor: Tensor) -> Tensor:
-    """On the host, with a storage of its own: ``torch.save`` writes whole storages."""
+    """The tensor on the host, with a storage of its own: ``torch.save`` writes whole storages."""
     tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _index(plans: Sequence[Any], results: Sequence[Sequence[Written]]) -> list[Output]:
-    """``.metadata``: all plans in the order of the ranks, and where each item is."""
-    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    plans = [plan for plan in plans if plan.items]
-    written = [one for of_rank in results for one in of_rank]
-    _, metadata = create_default_global_save_plan(plans)
-    metadata.storage_data = {
-        item.index: _StorageInfo(name, begin, length)
-        for plan, (name, ranges) in zip(plans, written, strict=True)
-        for item, (begin, length) in zip(plan.items, ranges, strict=True)
-    }
-    metadata.planner_data = {key: (key,) for key in metadata.state_dict_metadata}
-    metadata.storage_meta = StorageMeta()
-    metadata.version = CURRENT_DCP_VERSION
-    return [bytes_output(".metadata", pickle.dumps(metadata))]

@@ -86,7 +86,7 @@ class DCPReader(ShardReader):
         for file in sorted({info.relative_path for info in metadata.storage_data.values()}):
             if not (directory / file).is_file():
                 raise CheckpointError(f"{directory / file} is missing")
-        allowed = None if files is None else set(files)
+        file_names = None if files is None else set(files)
         names = _names(metadata)
         chunks: dict[str, dict[tuple[int, ...], Any]] = {}
         for index, info in metadata.storage_data.items():
@@ -103,7 +103,7 @@ class DCPReader(ShardReader):
             row = math.prod(tensor.size[1:])
             if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
                 raise CheckpointError(f"{directory}: {index.fqn} is not split along its first dimension")
-            if allowed is not None and info.relative_path not in allowed:
+            if file_names is not None and info.relative_path not in file_names:
                 raise CheckpointError(f"{directory} names {info.relative_path}, which the save did not write")
             start = chunk.offsets[0] * row if tensor.size else 0
             numel = math.prod(chunk.sizes)
@@ -127,18 +127,18 @@ def _names(metadata: Any) -> dict[str, tuple[str, str]]:
     """
     names: dict[str, tuple[str, str]] = {}
     paths: dict[str, tuple[str, ...]] = {}
-    planned = getattr(metadata, "planner_data", None)
+    planner_data = getattr(metadata, "planner_data", None)
     for fqn in metadata.state_dict_metadata:
         kind, bar, name = fqn.partition("|")
         if bar:
             names[fqn] = kind, name
             continue
-        path = planned.get(fqn) if isinstance(planned, dict) else None
+        path = planner_data.get(fqn) if isinstance(planner_data, dict) else None
         paths[fqn] = tuple(map(str, path)) if isinstance(path, (tuple, list)) and path else (fqn,)
-    wrapped = any(key in WRAPPERS for path in paths.values() for key in path[:-1])
+    has_wrappers = any(key in WRAPPERS for path in paths.values() for key in path[:-1])
     for fqn, path in paths.items():
         at = next((i for i, key in enumerate(path[:-1]) if key in WRAPPERS), None)
-        left_out = at is None if wrapped else path[0].startswith("optim")
+        left_out = at is None if has_wrappers else path[0].startswith("optim")
         names[fqn] = (_LEFT_OUT, fqn) if left_out else (MASTER, ".".join(path if at is None else path[at + 1 :]))
     return names
 

@@ -113,7 +113,7 @@ class DeepSpeedReader(ShardReader):
 
     def _add_optimizer(self, param_shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]]) -> None:
         """Masters and moments; a moment that is one number is the step."""
-        sharded, consumed = self.zero_stage == 3, defaultdict[str, int](int)
+        sharded, starts = self.zero_stage == 3, defaultdict[str, int](int)
         for rank, state in enumerate(ranks):
             flats = state["fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"]
             tables = param_shapes if sharded else state["param_slice_mappings"]
@@ -125,8 +125,8 @@ class DeepSpeedReader(ShardReader):
                         start, numel, part = _zero3_part(math.prod(entry), rank, len(ranks))
                         offset, end = end, end + part
                     else:
-                        start, offset, numel = consumed[name], entry.state["start"], entry.state["numel"]
-                        consumed[name] += numel
+                        start, offset, numel = starts[name], entry.state["start"], entry.state["numel"]
+                        starts[name] += numel
                     self.add(MASTER, name, start, numel, slices_of(flat, offset))
                     for kind, value in moments.items():
                         if value.numel() == 1 and kind == STEP:

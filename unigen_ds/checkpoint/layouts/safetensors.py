@@ -27,7 +27,7 @@ class SafetensorsReader(ShardReader):
         self, directory: Path, *, parameters: Iterable[str] | None = None, files: Iterable[str] | None = None
     ) -> None:
         super().__init__(unique=True)
-        known = None if parameters is None else set(parameters)
+        own = None if parameters is None else set(parameters)
         names = [path.name for path in directory.glob("*.safetensors")] if files is None else files
         paths = sorted(directory / name for name in names if name.endswith(".safetensors"))
         if not paths:
@@ -46,7 +46,7 @@ class SafetensorsReader(ShardReader):
                         kind, name, start = parse_shard_key(key)
                         self.add(kind, name, start, numel, fetch, source=str(path))
                     else:
-                        kind = MASTER if known is None or key in known else BUFFER
+                        kind = MASTER if own is None or key in own else BUFFER
                         self.add(kind, key, 0, numel, fetch, source=str(path), shape=shape)
             except CheckpointError:
                 raise

@@ -31,7 +31,7 @@ _FUNCTIONS = {
     "numpy.dtype", "numpy.ndarray",
 }  # fmt: skip
 _DICTS = ("collections.defaultdict", "mmengine.config.config.ConfigDict", "addict.addict.Dict")
-_BLOCKED = ("os", "posix", "nt", "sys")
+_SYSTEM_MODULES = ("os", "posix", "nt", "sys")
 """Modules that torch's unpickler refuses, whatever replaces them."""
 
 
@@ -82,7 +82,7 @@ def load_file(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu")
         unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         for name in unknown:
-            if name.partition(".")[0] in _BLOCKED:
+            if name.partition(".")[0] in _SYSTEM_MODULES:
                 raise _refusal(name)
         stand_ins: list[Any] = [(_stand_in(name), name) for name in unknown]
         with torch.serialization.safe_globals(stand_ins):
@@ -128,7 +128,7 @@ class TorchReader(ShardReader):
 
 
 def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of tensors that share their memory: each further name, and the first."""
+    """Further names of tensors that share their memory -> the first name."""
     first: dict[tuple[int, ...], str] = {}
     shared = {}
     for name, tensor in tensors.items():
@@ -145,9 +145,9 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
     while isinstance(state, Mapping) and not any(isinstance(value, Tensor) for value in state.values()):
         state = next((state[key] for key in WRAPPERS if isinstance(state.get(key), Mapping)), None)
     if not isinstance(state, Mapping):
-        held = ", ".join(map(str, content)) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        what = ", ".join(map(str, content)) if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(
-            f"{path} contains no weights ({held[:200] or 'nothing'})",
+            f"{path} contains no weights ({what[:200] or 'nothing'})",
             allowed=f"a state dict, or one under {', '.join(WRAPPERS)}",
             remedy="save model.state_dict(); a whole model is a pickle of classes, which is not executed",
         )

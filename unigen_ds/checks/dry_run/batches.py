@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unigen_ds.checks.dry_run.known import Checked, FirstBatches, Kind, Known, ok, problem, unchecked, warning
+from unigen_ds.checks.dry_run.known import BatchKind, Checked, FirstBatches, Known, not_checked, ok, problem, warning
 from unigen_ds.checks.memory.counted import PLAIN, CountedBytes, in_processes, tensors_of
 from unigen_ds.checks.memory.planned import preload
 from unigen_ds.checks.memory.traced import fake_group, one_update, prepare, without_compile
@@ -32,7 +32,7 @@ from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import build_engine
 from unigen_ds.system.machine import num_cores
 
-_SHOWN = 8
+_MOST_EXAMPLES = 8
 """Examples that a line has at most."""
 
 
@@ -40,7 +40,7 @@ def check_batches(known: Known) -> Iterator[Checked]:
     """Adds ``batches``: samples that cannot be read, and loss terms that are not those of the family."""
     settings, start, geometry = known.need("settings"), known.need("start"), known.need("geometry")
     stream, loading, size = start.data.stream, settings.train_dataloader, geometry.sequences_per_iteration
-    number = max(known.asked.num_batches, geometry.accumulative_counts)  # at least one update
+    number = max(known.options.num_batches, geometry.accumulative_counts)  # at least one update
     rows = [row for row, _ in islice(stream.rows(start.cursor), number * size)]
     of_ranks = [rows[i : i + size][rank :: geometry.dp_size] for i in range(0, len(rows), size)
                 for rank in range(geometry.dp_size)]  # fmt: skip
@@ -54,22 +54,22 @@ def check_batches(known: Known) -> Iterator[Checked]:
         for i in range(len(of_ranks)):
             try:
                 batch = loader.next()
-                check_counts(batch.target_counts(), of="Batch", declared=settings.term_weights)
+                check_counts(batch.target_counts(), of="Batch", of_family=settings.term_weights)
                 batches.add(i % geometry.dp_size, batch)
             except UnigenError as error:
                 batches.errors.append(str(error))
                 batches.kinds[i % geometry.dp_size].append(None)
     finally:
         loader.close()
-    for text in [*dict.fromkeys(batches.errors)][:_SHOWN]:
+    for text in [*dict.fromkeys(batches.errors)][:_MOST_EXAMPLES]:
         yield problem(f"{batches.errors.count(text)} of {len(of_ranks)} micro-batches: {text}")
-    samples, skipped = batches.numbers["samples"], len(batches.skipped)
-    if skipped:
-        examples = "; ".join(f"{one['sample']}: {one['why']}" for one in batches.skipped[:_SHOWN])
-        text = f"{skipped} of {samples} samples cannot be read: {examples}"
+    samples, num_skipped = batches.numbers["samples"], len(batches.skips)
+    if num_skipped:
+        examples = "; ".join(f"{one['sample']}: {one['why']}" for one in batches.skips[:_MOST_EXAMPLES])
+        text = f"{num_skipped} of {samples} samples cannot be read: {examples}"
         limit = loading.max_skipped_fraction
-        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
-        yield problem(text, allowed=allowed) if exceeds(skipped, samples, limit) else warning(text)
+        limit_text = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
+        yield problem(text, allowed=limit_text) if exceeds(num_skipped, samples, limit) else warning(text)
     if batches.examples:
         known.batches = batches
         share = batches.numbers["tokens"] / (loading.seq_length * geometry.batch_size * len(of_ranks))
@@ -113,18 +113,19 @@ class _RecordedCalls(TorchDispatchMode):
 def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], geometry: Geometry) -> list[list[str]]:
     """The collective calls of an update with each of ``batches``. For a process of its own."""
     backend, _ = build_engine(settings)
-    counted = CountedBytes(fake=True)
+    counter = CountedBytes(fake=True)
     calls: list[list[str]] = []
 
     def update(batch: Batch) -> list[str]:
-        with _RecordedCalls() as recorded:
-            one_update(backend, [batch.changed(Tensor.clone)], settings.term_weights)
-        return recorded.calls
+        with _RecordedCalls() as recorder:
+            one_update(backend, [batch.map_tensors(Tensor.clone)], settings.term_weights)
+        return recorder.calls
 
-    with fake_group(geometry.dp_size), counted, without_compile():
-        prepare(counted, settings, backend, processor, geometry=geometry)
+    with fake_group(geometry.dp_size), counter, without_compile():
+        prepare(counter, settings, backend, processor, geometry=geometry)
         for batch in batches:
-            if not calls or first_difference(calls[-1], calls[0]):  # an engine has learnt another order
+            # one process calls none; an engine may have learnt another order
+            if geometry.dp_size > 1 and (not calls or first_difference(calls[-1], calls[0])):
                 last = [update(batches[0]) for _ in range(_WARM_UP)]
                 while len(last) < _MOST_WARM_UP and first_difference(*last[-2:]):
                     last.append(update(batches[0]))
@@ -140,7 +141,7 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> str | None:
     return None
 
 
-def compare_ranks(batches: FirstBatches, calls: Mapping[Kind, Sequence[str]]) -> Checked:
+def compare_ranks(batches: FirstBatches, calls: Mapping[BatchKind, Sequence[str]]) -> Checked:
     """A problem where two ranks differ in an iteration; a warning where kinds differ that did not meet yet."""
     step = batches.accumulative_counts
     titles = {kind: f"without {', '.join(kind)}" if kind else "with all parts" for kind in calls}
@@ -177,7 +178,7 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     if calls is None:
         without = "DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor"
         if re.search(without, str(why)):
-            yield unchecked(f"an update cannot be traced without memory: {why}")
+            yield not_checked(f"an update cannot be traced without memory: {why}")
         else:
             yield problem(f"an update fails: {why}")
         return

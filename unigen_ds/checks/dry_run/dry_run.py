@@ -1,4 +1,4 @@
-"""The checks of a dry run, in their order, and what runs them: ``Asked`` in, a list of results out.
+"""The checks of a dry run, in their order, and what runs them: ``Options`` in, a list of results out.
 
 It starts no training, and writes and locks nothing of the run. In a job of several processes rank 0 makes all checks,
 on its machine. A check is a function of what is ``Known`` that returns its results: it calls a stage of the start
@@ -17,17 +17,27 @@ from unittest import mock
 
 from unigen_ds.checkpoint.home import same
 from unigen_ds.checks.dry_run.batches import check_batches, check_collectives
-from unigen_ds.checks.dry_run.known import Asked, Checked, Known, Unknown, ok, problem, problems_in, unchecked, warning
+from unigen_ds.checks.dry_run.known import (
+    Checked,
+    Known,
+    Options,
+    Unknown,
+    not_checked,
+    ok,
+    problem,
+    problems_in,
+    warning,
+)
 from unigen_ds.checks.dry_run.this_machine import check_devices, check_folders, check_job, check_paths
 from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.registry import DRY_RUN_CHECKS
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.optim.optimizer import AUTO as AUTO_PRECISION
+from unigen_ds.optim.optimizer import AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED
 from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings, read_config
-from unigen_ds.runner.start.build import build_hooks, check_states
+from unigen_ds.runner.start.build import build_hooks, check_states, named_parameters
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.tracking.settings import Visualizer
 
@@ -37,8 +47,8 @@ Check = Callable[[Known], Iterable[Checked]]
 def check_config(known: Known) -> Iterator[Checked]:
     """Adds ``settings``."""
     settings = Settings.from_config(known.config)
-    known.settings = settings.with_resume(AUTO) if known.asked.resume_auto else settings
-    yield ok(f"{known.asked.config}: every key and value")
+    known.settings = settings.with_resume(AUTO) if known.options.resume_auto else settings
+    yield ok(f"{known.options.config}: every key and value")
 
 
 def check_backend(known: Known) -> Iterator[Checked]:
@@ -52,7 +62,7 @@ def check_backend(known: Known) -> Iterator[Checked]:
                 remedy="optim_wrapper.precision='fp16', 'fp32', or 'auto'",
             )
         if settings.optim_wrapper.precision == AUTO_PRECISION:
-            settings = known.settings = settings.settled(seed=settings.randomness.seed, precision="fp16")
+            settings = known.settings = settings.with_choices(seed=settings.randomness.seed, precision="fp16")
     known.backend, known.geometry = build_engine(settings)
     engine = known.backend.topology()["engine"]
     yield ok(f"{engine}, {settings.optim_wrapper.precision}; {known.geometry} sequences per update")
@@ -83,7 +93,7 @@ def check_hooks(known: Known) -> Iterator[Checked]:
 def check_start(known: Known) -> Iterator[Checked]:
     """Adds ``start``: the checkpoint to begin with, the checklist of a resume, and all data sets."""
     settings, backend, geometry = known.need("settings"), known.need("backend"), known.need("geometry")
-    settings = settings.named(*name_and_folder(settings, geometry))
+    settings = settings.with_name(*name_and_folder(settings, geometry))
     plan = plan_start(settings, hashes=False)
     yield from (warning(message) for message in plan.messages if message.startswith(NOT_RESUMED))
     if settings.work_dir and not same(settings.folder, settings.checkpoints):
@@ -101,8 +111,8 @@ def check_start(known: Known) -> Iterator[Checked]:
                 yield warning(text)
     else:
         yield ok("a new run" + (f" with the weights of {plan.checkpoint}" if plan.checkpoint else ""))
-    for skipped in start.data.skipped:
-        yield warning(f"data set {skipped.name} is skipped (on_error='skip'): {skipped.why}")
+    for source in start.data.skipped_sources:
+        yield warning(f"data set {source.name} is skipped (on_error='skip'): {source.why}")
     stream = start.data.stream
     yield ok(
         f"{sum(map(len, stream.datasets)):,} records of {len(stream.names)} data set(s),"
@@ -113,8 +123,17 @@ def check_start(known: Known) -> Iterator[Checked]:
 def check_model(known: Known) -> Iterator[Checked]:
     """Adds ``model``, without memory, with the files of published weights read; too small a vocabulary is refused."""
     model = known.model = known.need("start").meta_model
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {trained:,} trained")
+    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {number:,} trained")
+
+
+def check_schedule(known: Known) -> Iterator[Checked]:
+    """The parameter groups, the curves of their learning rates, and the model's positions for the longest sample."""
+    start, model = known.need("start"), known.need("model")
+    start.check_positions(model)
+    size = known.need("geometry").global_batch_size
+    groups, _, schedules = start.optimization(named_parameters(model), global_batch_size=size)
+    yield ok(f"{len(groups)} parameter group(s), {len(schedules.curves)} curve(s) of the learning rate")
 
 
 CHECKS: dict[str, Check] = {
@@ -128,6 +147,7 @@ CHECKS: dict[str, Check] = {
     "hooks": check_hooks,
     "start": check_start,
     "model": check_model,
+    "schedule": check_schedule,
     "batches": check_batches,
     "collectives": check_collectives,
 }
@@ -136,9 +156,9 @@ BEFORE_CONFIG = ("devices", "job")
 """Checks after which the number of processes is known, for which the config is checked."""
 
 
-def dry_run(asked: Asked) -> list[Checked]:
+def dry_run(options: Options) -> list[Checked]:
     """All results. Raises ``ConfigError`` for a config that cannot be read and a check that there is not."""
-    known = Known(asked, read_config(asked.config, asked.overrides))
+    known = Known(options, read_config(options.config, options.overrides))
     with mock.patch.dict(os.environ):  # checks set variables
         results = [*_results(known, CHECKS, BEFORE_CONFIG)]
         with as_launched(known.world_size, per_node=known.per_node):
@@ -148,7 +168,7 @@ def dry_run(asked: Asked) -> list[Checked]:
                 remedy = "register_module(name='...')"
                 raise ConfigError(f"DRY_RUN_CHECKS has {', '.join(both)}, a name in use", remedy=remedy)
             checks = {**CHECKS, **own}
-            if unknown := [name for name in asked.skip if name not in checks]:
+            if unknown := [name for name in options.skip if name not in checks]:
                 raise ConfigError(f"--skip {unknown[0]}", allowed=", ".join(checks))
             results += _results(known, checks, [name for name in checks if name not in (*BEFORE_CONFIG, "config")])
     return results
@@ -159,20 +179,20 @@ def _results(known: Known, checks: Mapping[str, Check], names: Iterable[str]) ->
     for name in names:
         results: list[Checked] = []
         try:
-            if name in known.asked.skip:
-                results.append(unchecked("left out (--skip)"))
+            if name in known.options.skip:
+                results.append(not_checked("left out (--skip)"))
             else:
                 for result in checks[name](known):
                     results.append(result)  # also of a check that raises later
         except Unknown as missing:
-            results.append(unchecked(f"needs {missing}, which an earlier check could not build"))
+            results.append(not_checked(f"needs {missing}, which an earlier check could not build"))
         except Exception as error:  # of a user's own class, too: the other checks continue
             results += problems_in(error)
         yield from (replace(result, check=name) for result in results)
 
 
 def lines(results: Sequence[Checked], *, title: str) -> Iterator[str]:
-    """As text: all results, then the problems counted."""
+    """The results as lines of text: a title, each result, and how many problems there are."""
     yield title
     width = max(len(result.check) for result in results)
     for result in results:

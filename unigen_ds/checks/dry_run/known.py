@@ -42,7 +42,7 @@ def problem(text: str, *, allowed: str | None = None, remedy: str | None = None)
     return Checked("problem", str(UnigenError(text, allowed=allowed, remedy=remedy)))
 
 
-def unchecked(text: str) -> Checked:
+def not_checked(text: str) -> Checked:
     return Checked("not checked", text)
 
 
@@ -61,7 +61,7 @@ class Unknown(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     config: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
     resume_auto: bool = False
@@ -77,19 +77,19 @@ class Hardware:
 
     count: int
     name: str = ""
-    """Of the first, as the next three."""
+    """Name of the first device; the next three fields are of that device, too."""
     memory: int = 0
     free: int = 0
     bf16: bool = True
 
 
 _OF_EVERY_BATCH = {field.name for field in dataclasses.fields(Batch)}
-Kind = tuple[str, ...]
+BatchKind = tuple[str, ...]
 """What a micro-batch has none of: names of its tensors and lists that are empty, and loss terms without targets. What a
 model computes may depend on that."""
 
 
-def kind_of(batch: Batch) -> Kind:
+def kind_of(batch: Batch) -> BatchKind:
     values = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name not in _OF_EVERY_BATCH}
     empty = [name for name, value in values.items() if isinstance(value, Tensor) and not value.numel()]
     empty += [name for name, value in values.items() if isinstance(value, tuple) and not value]
@@ -100,30 +100,30 @@ def kind_of(batch: Batch) -> Kind:
 @dataclass
 class FirstBatches:
     accumulative_counts: int
-    kinds: list[list[Kind | None]]
-    """By rank and iteration; None: it could not be made."""
-    examples: dict[Kind, Batch] = field(default_factory=dict)
-    """Of each kind the first one."""
-    skipped: list[Mapping[str, str]] = field(default_factory=list)
+    kinds: list[list[BatchKind | None]]
+    """Kind of each micro-batch, by rank and iteration; None: it could not be made."""
+    examples: dict[BatchKind, Batch] = field(default_factory=dict)
+    """The first micro-batch of each kind."""
+    skips: list[Mapping[str, str]] = field(default_factory=list)
     """Samples that padding replaces, since they cannot be read."""
     errors: list[str] = field(default_factory=list)
     numbers: Counter[str] = field(default_factory=Counter)
-    """Of samples, tokens and images."""
+    """How many samples, tokens and images there are."""
 
     def add(self, rank: int, batch: Batch) -> None:
         kind = kind_of(batch)
         self.kinds[rank].append(kind)
         self.numbers.update(samples=batch.num_samples, tokens=batch.num_tokens, images=batch.num_images)
-        self.skipped += batch.skipped
+        self.skips += batch.skipped
         if kind not in self.examples:
-            self.examples[kind] = batch.changed(Tensor.clone)
+            self.examples[kind] = batch.map_tensors(Tensor.clone)
 
 
 @dataclass
 class Known:
     """Filled in by the checks, in their order. What is missing is asked for with ``need``."""
 
-    asked: Asked
+    options: Options
     config: ConfigValues
     """Not yet checked: for what can be checked in spite of mistakes."""
     hardware: Hardware = Hardware(0)
@@ -134,7 +134,7 @@ class Known:
     geometry: Geometry | None = None
     start: Start | None = None
     model: nn.Module | None = None
-    """On the meta device."""
+    """The model on the meta device."""
     batches: FirstBatches | None = None
 
     def need(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, ok, problem, problems_in, unchecked, warning
+from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, not_checked, ok, problem, problems_in, warning
 from unigen_ds.checks.memory.counted import in_processes
 from unigen_ds.config.overrides import stated_world_size
 from unigen_ds.config.paths import PATH_KEYS, is_hub_name, paths_in
@@ -19,7 +19,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.runner.settings.naming import PLACE
 from unigen_ds.system import dist
 
-_STARTED = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
+_RANK_VARIABLES = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
 """Launcher -> a variable that each of its processes has."""
 
 
@@ -28,7 +28,7 @@ def check_devices(known: Known) -> Iterator[Checked]:
     ((_, (hardware, _)),) = in_processes({"devices": _ask_devices}, jobs=1)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     if not hardware:
-        yield unchecked("this machine has no CUDA device: what a device must have is not checked, all else is")
+        yield not_checked("this machine has no CUDA device: what a device must have is not checked, all else is")
         return
     known.hardware = hardware
     memory, free = hardware.memory / 2**30, hardware.free / 2**30
@@ -45,22 +45,22 @@ def _ask_devices() -> Hardware | None:
 
 def check_job(known: Known) -> Iterator[Checked]:
     """Adds ``world_size`` and ``per_node``: as asked for, as torchrun, MPI or SLURM started, or as in the config."""
-    launcher, asked = str(known.config.values.get("launcher") or "none"), known.asked
-    if launcher in _STARTED and _STARTED[launcher] in os.environ:
+    launcher, options = str(known.config.values.get("launcher") or "none"), known.options
+    if launcher in _RANK_VARIABLES and _RANK_VARIABLES[launcher] in os.environ:
         try:
             dist.launcher_environment(launcher)
         except ConfigError as error:
             yield from problems_in(error)
-    started = dist.env_world_size() if "WORLD_SIZE" in os.environ else None
-    known.world_size = asked.world_size or started or stated_world_size(known.config.values)
-    on_node = dist.env_processes_per_node() if started == known.world_size and started > 1 else None
-    known.per_node = min(asked.per_node or on_node or 8, known.world_size)
-    if started is None:
-        yield unchecked(f"no launcher has started this process; {known.world_size} process(es) are planned")
-    elif started != known.world_size:
-        yield warning(f"{started} processes were started, and --world-size {known.world_size} is what is checked")
+    num_started = dist.env_world_size() if "WORLD_SIZE" in os.environ else None
+    known.world_size = options.world_size or num_started or stated_world_size(known.config.values)
+    on_node = dist.env_processes_per_node() if num_started == known.world_size and num_started > 1 else None
+    known.per_node = min(options.per_node or on_node or 8, known.world_size)
+    if num_started is None:
+        yield not_checked(f"no launcher has started this process; {known.world_size} process(es) are planned")
+    elif num_started != known.world_size:
+        yield warning(f"{num_started} processes were started, and --world-size {known.world_size} is what is checked")
     else:
-        yield ok(f"{started} process(es), launcher {launcher!r}")
+        yield ok(f"{num_started} process(es), launcher {launcher!r}")
     yield from slurm_results(os.environ, launcher=launcher, world_size=known.world_size)
     dist.check_port()
 
@@ -69,7 +69,7 @@ def slurm_results(env: Mapping[str, str], *, launcher: str, world_size: int) -> 
     """The variables of a SLURM job; outside of one nothing is known."""
     if "SLURM_JOB_ID" not in env:
         if launcher == "slurm":
-            yield unchecked("launcher is 'slurm' and this is no SLURM job: its variables are not there")
+            yield not_checked("launcher is 'slurm' and this is no SLURM job: its variables are not there")
         return
     tasks = int(env.get("SLURM_NTASKS", "1"))
     devices, on_node = int(env.get("SLURM_GPUS_ON_NODE", "0")), int(env.get("SLURM_NTASKS_PER_NODE", "0"))
@@ -106,7 +106,7 @@ def check_paths(known: Known) -> Iterator[Checked]:
         path = os.path.expanduser(os.path.expandvars(text))
         is_remote = "://" in path or (is_hub_name(path.partition("@")[0]) and not Path(path).suffix)
         if is_remote and not Path(path).exists():
-            yield unchecked(f"{where} {path}: whether the server has it is not asked")
+            yield not_checked(f"{where} {path}: whether the server has it is not asked")
         elif not (os.access(path, os.R_OK) or glob.glob(path)):
             remedy = f"check the path and its permissions; a relative one begins at {Path.cwd()}"
             yield problem(f"{where} is {path!r}, and it is not there or cannot be read", remedy=remedy)

@@ -39,8 +39,8 @@ class CountedBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.host = self.device_peak = 0
         self._on_host: set[int] = set()
-        self._held: dict[int, tuple[Any, int]] = {}
-        self._kept = ExitStack()
+        self._storages: dict[int, tuple[Any, int]] = {}
+        self._patches = ExitStack()
         self.is_fake = fake
         self._without_memory = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
 
@@ -49,14 +49,14 @@ class CountedBytes(TorchDispatchMode):
         """Replace the parameters and buffers that have memory by fake ones; tied ones remain one."""
         mode = self._without_memory
         assert mode is not None
-        made: dict[int, torch.nn.Parameter] = {}
+        replacements: dict[int, torch.nn.Parameter] = {}
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and not isinstance(parameter, FakeTensor) and not parameter.is_meta:
-                    if id(parameter) not in made:
+                    if id(parameter) not in replacements:
                         fake = mode.from_tensor(parameter.detach())
-                        made[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                    part._parameters[name] = made[id(parameter)]
+                        replacements[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                    part._parameters[name] = replacements[id(parameter)]
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not isinstance(buffer, FakeTensor):
                     part._buffers[name] = buffer if buffer.is_meta else mode.from_tensor(buffer)
@@ -70,27 +70,27 @@ class CountedBytes(TorchDispatchMode):
         """Count these as host memory from now on."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            if key in self._held and key not in self._on_host:
+            if key in self._storages and key not in self._on_host:
                 self._on_host.add(key)
-                self.host += self._held[key][1]
+                self.host += self._storages[key][1]
 
     def __enter__(self) -> CountedBytes:
         super().__enter__()
-        counted = self
+        counter = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = _INPLACE_RESIZE(storage, size)
-            counted._resize(storage)
+            counter._resize(storage)
             return result
 
-        self._kept.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
         if self._without_memory is not None:
-            self._kept.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
-            self._kept.enter_context(mock.patch.object(torch, "isfinite", _isfinite))
+            self._patches.enter_context(mock.patch.object(torch.nn.Module, "_apply", _apply))
+            self._patches.enter_context(mock.patch.object(torch, "isfinite", _isfinite))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._kept.close()
+        self._patches.close()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,12 +128,12 @@ class CountedBytes(TorchDispatchMode):
             if tensor.layout is torch.strided and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                if key not in self._held:
-                    self._held[key] = (weakref.ref(storage, partial(self._free, key)), storage.nbytes())
+                if key not in self._storages:
+                    self._storages[key] = (weakref.ref(storage, partial(self._free, key)), storage.nbytes())
                     self._change(storage.nbytes())
 
     def _free(self, key: int, _: Any) -> None:
-        nbytes = self._held.pop(key)[1]
+        nbytes = self._storages.pop(key)[1]
         if key in self._on_host:
             self._on_host.discard(key)
             self.host -= nbytes
@@ -141,9 +141,9 @@ class CountedBytes(TorchDispatchMode):
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._held:
-            reference, before = self._held[key]
-            self._held[key] = (reference, storage.nbytes())
+        if key in self._storages:
+            reference, before = self._storages[key]
+            self._storages[key] = (reference, storage.nbytes())
             self._change(storage.nbytes() - before)
 
     def _change(self, nbytes: int) -> None:
@@ -153,14 +153,14 @@ class CountedBytes(TorchDispatchMode):
 
 
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-    """As torch's, which replaces fake parameters by others: here they keep their identity."""
+    """Do as torch's ``_apply``, which replaces fake parameters by others: here they keep their identity."""
     for part in module.modules() if recurse else (module,):
         for parameter in part._parameters.values():
             if parameter is not None:
                 with torch.no_grad():
-                    changed = function(parameter)
-                if changed is not parameter:
-                    parameter.data = changed
+                    new = function(parameter)
+                if new is not parameter:
+                    parameter.data = new
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = function(buffer)

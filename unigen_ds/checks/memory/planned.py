@@ -19,28 +19,28 @@ from rich.console import Console as RichOutput
 from rich.progress import track
 
 from unigen_ds.checks.memory.counted import Outcome, in_processes
-from unigen_ds.checks.memory.traced import PHASES, Traced, fake_group, highest, trace
+from unigen_ds.checks.memory.traced import PHASES, RankMemory, fake_group, highest, trace
 from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.overrides import backend_spec
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import collate
-from unigen_ds.data.batches.stream import Row, SequenceStream
+from unigen_ds.data.batches.stream import PackedRow, SequenceStream
 from unigen_ds.data.datasets.dataset import planned_tokens
 from unigen_ds.data.samples.sample import unit_tokens
 from unigen_ds.optim.optimizer import settled_precision
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import Data, build_data
-from unigen_ds.runner.start.stages import build_engine
+from unigen_ds.runner.start.build import Data
+from unigen_ds.runner.start.stages import build_engine, continue_data
 
 ALTERNATIVES = (
     "single", "deepspeed:zero1", "deepspeed:zero2", "deepspeed:zero2_offload", "deepspeed:zero3",
     "deepspeed:zero3_offload", "fsdp:NO_SHARD", "fsdp:SHARD_GRAD_OP", "fsdp:FULL_SHARD", "fsdp:HYBRID_SHARD",
 )  # fmt: skip
-CHOSEN = "config"
+CONFIG_ENGINE = "config"
 """What the engine of the config is called, where it has settings of its own."""
-MOST_SEQUENCES = 100_000
+_MOST_SEQUENCES = 100_000
 """Sequences that are looked at."""
 GIB = 2**30
 
@@ -52,13 +52,13 @@ class Largest:
     batches: tuple[Batch, ...]
     """Different ones, that with the most tokens first."""
     tokens: int
-    """Of the longest micro-batch, as planned."""
+    """Tokens of the longest micro-batch, as planned."""
     sequences: int
     """How many were looked at, from the first on."""
     per_epoch: int
 
 
-def largest_batches(data: Data, geometry: Geometry, *, most: int = MOST_SEQUENCES) -> Largest:
+def largest_batches(data: Data, geometry: Geometry, *, most: int = _MOST_SEQUENCES) -> Largest:
     """Look at the micro-batches of all ranks in the first epoch. Reads only the samples of those it returns."""
     stream, step = data.stream, geometry.sequences_per_iteration
     number = max(min(most, stream.sequences_per_epoch) // step, 1) * step
@@ -67,16 +67,16 @@ def largest_batches(data: Data, geometry: Geometry, *, most: int = MOST_SEQUENCE
     members = np.arange(number).reshape(-1, geometry.batch_size, geometry.dp_size).swapaxes(1, 2)
     members = members.reshape(-1, geometry.batch_size)  # the sequences of each micro-batch
     totals = sizes[members].sum(axis=1)
-    chosen = dict.fromkeys(int(totals[:, measure].argmax()) for measure in range(totals.shape[1]))
+    indices = dict.fromkeys(int(totals[:, measure].argmax()) for measure in range(totals.shape[1]))
     batches = tuple(
         collate([rows[i] for i in members[one]], stream.sources, data.processor, seq_length=stream.sample_length,
                 names=stream.names)
-        for one in chosen
+        for one in indices
     )  # fmt: skip
     return Largest(batches, int(totals[:, 0].max()), number, stream.sequences_per_epoch)
 
 
-def _size(row: Row, stream: SequenceStream) -> tuple[int, int, int]:
+def _size(row: PackedRow, stream: SequenceStream) -> tuple[int, int, int]:
     """(tokens, text targets, images) of a sequence, as planned; of a streamed source the tokens alone are known."""
     tokens = targets = images = 0
     for draw in row:
@@ -95,10 +95,10 @@ class EnginePlan:
 
     engine: str
     problem: str | None
-    traced: Traced | None = None
+    memory: RankMemory | None = None
     topology: Mapping[str, Any] | None = None
     ranks: Mapping[int, int] = field(default_factory=dict)
-    """The ranks that were traced, and the highest sum of bytes of each in an update; ``traced`` is the most of them."""
+    """The ranks that were traced, and the highest sum of bytes of each in an update; ``memory`` is the most of them."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +121,19 @@ def plan_memory(
     with as_launched(world_size, per_node=per_node):
         settings = Settings.from_config(config)
         precision = settled_precision(settings.optim_wrapper.precision)
-        settings = settings.settled(seed=settings.randomness.seed or 0, precision=precision)
+        settings = settings.with_choices(seed=settings.randomness.seed or 0, precision=precision)
         geometry = build_engine(settings)[1]
-        data = build_data(settings, geometry=geometry, ruler=None)
+        data, *_ = continue_data(settings, None, geometry=geometry, on_change="refuse")
         largest = largest_batches(data, geometry)
         preload()
         plans: dict[str, EnginePlan] = {}
         engines: dict[str, Settings] = {}
-        for name in (CHOSEN, *(ALTERNATIVES if alternatives else ())):
+        for name in (CONFIG_ENGINE, *(ALTERNATIVES if alternatives else ())):
             try:
                 one = settings
-                if name != CHOSEN:
-                    one = Settings.from_config({**settings.given, "backend": backend_spec(name)})
-                    one = one.settled(seed=settings.seed, precision=precision)
+                if name != CONFIG_ENGINE:
+                    one = Settings.from_config({**settings.config, "backend": backend_spec(name)})
+                    one = one.with_choices(seed=settings.seed, precision=precision)
                 topology = build_engine(one)[0].topology()
             except ConfigError as error:
                 plans[name] = EnginePlan(name, str(error))
@@ -156,9 +156,9 @@ def preload() -> None:
 def trace_engines(
     engines: Mapping[str, Settings], processor: Any, largest: Largest, geometry: Geometry, *, jobs: int
 ) -> dict[str, EnginePlan]:
-    """Each engine on rank 0, and on the ranks that need more. ``preload`` comes before, inside ``announced``."""
+    """Each engine on rank 0, and on the ranks that need more. ``preload`` comes before, inside ``as_launched``."""
 
-    def trace_rank(name: str, rank: int) -> Traced:
+    def trace_rank(name: str, rank: int) -> RankMemory:
         backend, _ = build_engine(engines[name])
         with fake_group(geometry.dp_size, rank=rank):
             return trace(engines[name], backend, processor, largest.batches, geometry=geometry)
@@ -176,8 +176,8 @@ def trace_engines(
     for name in engines:
         of_engine = {rank: outcome for (engine, rank), outcome in outcomes.items() if engine == name}
         problem = next((problem for _, problem in of_engine.values() if problem is not None), None)
-        ranks = {rank: traced for rank, (traced, _) in of_engine.items() if traced is not None}
-        steps = {rank: traced.peak["step"] for rank, traced in ranks.items()}
+        ranks = {rank: memory for rank, (memory, _) in of_engine.items() if memory is not None}
+        steps = {rank: memory.peak["step"] for rank, memory in ranks.items()}
         plans[name] = EnginePlan(name, problem, None if problem else highest([*ranks.values()]), ranks=steps)
     return plans
 
@@ -190,11 +190,11 @@ class Reserve:
     """Bytes for what a trace cannot see, and the memory that there is (None: not given)."""
 
     device: int
-    """Of a device: CUDA's context, NCCL's buffers, cuBLAS's workspaces."""
+    """Bytes of each device besides: CUDA's context, NCCL's buffers, cuBLAS's workspaces."""
     fragmentation: float
-    """Of what is traced on a device: gaps between the allocator's blocks."""
+    """Share that is added to what is traced on a device: gaps between the allocator's blocks."""
     process: int
-    """Of a process in host memory: Python, libraries, the workers of its loader."""
+    """Bytes of each process in host memory besides: Python, libraries, the workers of its loader."""
     device_memory: int | None = None
     node_memory: int | None = None
 
@@ -209,13 +209,13 @@ def report_values(report: MemoryReport, reserve: Reserve) -> dict[str, Any]:
     for plan in report.plans:
         values: dict[str, Any] = {"engine": plan.engine, "topology": plan.topology, "problem": plan.problem}
         values["fits"] = None
-        if plan.traced is not None:
-            traced, gaps = plan.traced, 1 + reserve.fragmentation
-            device = {phase: round(traced.device[phase] * gaps) + reserve.device for phase in PHASES}
-            built, saved = max(traced.built, traced.host), traced.host + traced.largest
-            host = {"load": built, "save": saved, "resume": max(built, saved)}
-            host = {phase: host.get(phase, traced.host) + reserve.process for phase in PHASES}
-            values |= {"device": device, "host": host, "traced": vars(traced), "step_of_rank": {**plan.ranks}}
+        if plan.memory is not None:
+            memory, gaps = plan.memory, 1 + reserve.fragmentation
+            device = {phase: round(memory.device[phase] * gaps) + reserve.device for phase in PHASES}
+            build, save = max(memory.built, memory.host), memory.host + memory.largest
+            host = {"load": build, "save": save, "resume": max(build, save)}
+            host = {phase: host.get(phase, memory.host) + reserve.process for phase in PHASES}
+            values |= {"device": device, "host": host, "traced": vars(memory), "step_of_rank": {**plan.ranks}}
             if reserve.device_memory is not None or reserve.node_memory is not None:
                 on_device = max(device.values()) <= (reserve.device_memory or float("inf"))
                 values["fits"] = on_device and on_node * max(host.values()) <= (reserve.node_memory or float("inf"))
@@ -245,7 +245,7 @@ def report_lines(values: Mapping[str, Any]) -> list[str]:
     ]
     for plan in values["engines"]:
         name, topology = plan["engine"], plan["topology"] or {}
-        if name == CHOSEN:  # by what it is
+        if name == CONFIG_ENGINE:  # by what it is
             stage = f"zero{topology['zero_stage']}" if "zero_stage" in topology else None
             details = [topology.get("engine", "engine"), topology.get("sharding_strategy") or stage]
             name = ":".join(filter(None, details)) + " (config)"
@@ -254,8 +254,8 @@ def report_lines(values: Mapping[str, Any]) -> list[str]:
             continue
         pairs = [f"{plan['device'][phase] / GIB:.2f} / {plan['host'][phase] / GIB:.2f}" for phase in PHASES]
         verdict = {True: "  fits", False: "  too large", None: ""}[plan["fits"]]
-        held = plan["traced"]["held"] / GIB
-        lines.append(f"{name:26}" + "".join(f"{pair:>15}" for pair in pairs) + f"{held:9.2f}{verdict}")
+        resident = plan["traced"]["held"] / GIB
+        lines.append(f"{name:26}" + "".join(f"{pair:>15}" for pair in pairs) + f"{resident:9.2f}{verdict}")
     on_node = min(values["per_node"], values["world_size"])
     if on_node > 1:
         lines.append(f"A node has {on_node} processes: its host memory is {on_node} times that of one.")

@@ -32,7 +32,7 @@ PHASES = ("load", "step", "evaluate", "save", "resume")
 
 
 @dataclass(frozen=True)
-class Traced:
+class RankMemory:
     """Bytes of one rank. What is on which side follows from the config's offload; see docs/planning.md."""
 
     built: int
@@ -55,7 +55,7 @@ class Traced:
     """Ranks that may need more than rank 0: to be traced, too."""
 
 
-def highest(ranks: Sequence[Traced]) -> Traced:
+def highest(ranks: Sequence[RankMemory]) -> RankMemory:
     """The most that any of the ranks needs, in every phase."""
     most: dict[str, Any] = {}
     for name, value in vars(ranks[0]).items():
@@ -74,9 +74,9 @@ def trace(
     *,
     geometry: Geometry,
     fake: bool = True,
-) -> Traced:
+) -> RankMemory:
     """Run the phases; of several processes in a ``fake_group``. ``fake``: without memory; else on one process alone."""
-    counted = CountedBytes(fake=fake)
+    counter = CountedBytes(fake=fake)
     optimizer_cfg = build.build_optimizer_config(settings)
     matrix = nn.Parameter(torch.zeros(2, 2))  # one update of it makes the state that has the shape of the weights
     optimizer = construct(
@@ -92,57 +92,57 @@ def trace(
 
     def end(phase: str, *, moments: Sequence[str] = kinds, extra: Iterable[Tensor] = ()) -> None:
         """Note the peak; then the state that exists now is known to be on the host, where the engine offloads it."""
-        peak[phase] = max(counted.peak, peak[phase])
+        peak[phase] = max(counter.peak, peak[phase])
         if offloads:
             on_host = [shard.data for shard in backend.master_shards()]
             on_host += [shard.data for kind in moments for shard in backend.moments(kind)]
-            before = counted.host
-            counted.on_host([*on_host, *extra])
-            counted.device_peak -= counted.host - before  # it was there all the time
-        device[phase] = max(counted.device_peak, device[phase])
+            before = counter.host
+            counter.on_host([*on_host, *extra])
+            counter.device_peak -= counter.host - before  # it was there all the time
+        device[phase] = max(counter.device_peak, device[phase])
 
-    with counted, without_compile():
-        built = prepare(counted, settings, backend, processor, geometry=geometry)
+    with counter, without_compile():
+        build_peak = prepare(counter, settings, backend, processor, geometry=geometry)
         backend.load_tensors(_zeros(backend, ()), weights_only=True)
         end("load", moments=())  # the first update makes them
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
         end("load", moments=())
-        held = []
+        totals = []
         # the first update makes the optimizer's state, the second meets it; so does the second micro-batch of an update
         # with the gradients of the first, and a third would meet nothing new
         first = [batches[0]] * (min(geometry.accumulative_counts, 2) - 1)
         for micro_batches in (batches[:1], *([*first, last] for last in batches)):
-            counted.begin()
+            counter.begin()
             one_update(backend, micro_batches, settings.term_weights)
             for copy in copies:
                 torch._foreach_lerp_(copy, list(backend.master_data()), 0.5)
             end("step", extra=(t for copy in copies for t in copy))
-            held.append(counted.now)
-        counted.begin()
+            totals.append(counter.now)
+        counter.begin()
         backend.model.eval()
         average = [Shard(s.name, s.shape, s.flat_start, s.data) for s in backend.master_shards()]
         with backend.swapped(average) if copies else nullcontext(), torch.no_grad():
             for batch in batches:
-                backend.model(batch.changed(Tensor.clone))
+                backend.model(batch.map_tensors(Tensor.clone))
         del average
         end("evaluate")
         backend.model.train()
-        counted.begin()
+        counter.begin()
         files = backend.state_files()
         end("save")
         del files
-        counted.begin()
+        counter.begin()
         backend.load_tensors(_zeros(backend, kinds))
         end("resume")
         for phases in (peak, device):  # a resume begins with what a load needs
             phases["resume"] = max(phases["resume"], phases["load"])
         shards = [*backend.master_shards(), *backend.frozen_shards()]
-        result = Traced(
-            built=built,
-            held=max(held[1:]),
+        result = RankMemory(
+            built=build_peak,
+            held=max(totals[1:]),
             peak=peak,
             device=device,
-            host=counted.host,
+            host=counter.host,
             masters=sum(shard.data.nbytes for shard in backend.master_shards()),
             largest=max((shard.data.nbytes for shard in shards), default=0),
             trainable=sum(backend.trainable_sizes().values()),
@@ -152,16 +152,16 @@ def trace(
     return result
 
 
-def prepare(counted: CountedBytes, settings: Settings, backend: Backend, processor: Any, *, geometry: Geometry) -> int:
-    """Build the model and pass it to the engine, inside of ``counted``. Returns the highest sum while it was built."""
+def prepare(counter: CountedBytes, settings: Settings, backend: Backend, processor: Any, *, geometry: Geometry) -> int:
+    """Build the model and pass it to the engine, inside of ``counter``. Returns the highest sum while it was built."""
     model: Any = build.build_model(settings, processor, seed=settings.seed, stream=True)
-    if counted.is_fake:
-        counted.without_memory(model)
-    counted.add_all([*model.parameters(), *model.buffers()])
-    built = counted.peak
+    if counter.is_fake:
+        counter.without_memory(model)
+    counter.add_all([*model.parameters(), *model.buffers()])
+    build_peak = counter.peak
     groups = build.build_groups(settings, build.named_parameters(model))
     build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
-    return built
+    return build_peak
 
 
 def _zeros(backend: Backend, kinds: Sequence[str]) -> ShardReader:
@@ -182,8 +182,8 @@ def one_update(backend: Backend, micro_batches: Sequence[Batch], loss_weights: M
     terms: Any = None
     for i, batch in enumerate(micro_batches):
         with backend.accumulate(last=i == len(micro_batches) - 1):
-            terms = backend.model(batch.changed(Tensor.clone))
-            backend.backward(terms.weighted(loss_weights, dict.fromkeys(terms.sums, 1.0)))
+            terms = backend.model(batch.map_tensors(Tensor.clone))
+            backend.backward(terms.weighted_sum(loss_weights, dict.fromkeys(terms.sums, 1.0)))
     del terms
     backend.step()
 

@@ -58,10 +58,10 @@ class DataChange:
         return "; ".join(text for _, text in self.differences)
 
 
-def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
+def compare(loader: Mapping[str, Any], stream: SequenceStream) -> DataChange:
     """How the stream's data differs from that of a checkpoint (its manifest's ``loader``)."""
-    was, now = stored["facts"], stream.facts
-    if stored["fingerprint"] == stream.fingerprint and was["records"] == now["records"]:
+    was, now = loader["facts"], stream.facts
+    if loader["fingerprint"] == stream.fingerprint and was["records"] == now["records"]:
         return DataChange()  # the fingerprint alone is of samples of a large file: its records are compared as well
     number, differences, obstacles = len(was["names"]), list[tuple[str, str]](), list[str]()
 
@@ -85,21 +85,21 @@ def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
         blocks = groups_before != groups or (weights if weights is None else weights[:number]) != weights_before
         texts = [f"{one}, of the groups {of}" if of else f"{one}" for one, of in map(_weights, (was, now))]
         differs("weights", f"the weights were {texts[0]} and are {texts[1]}", blocks=blocks)
-    streamed, streamed_before = now.get("shards") or {}, was.get("shards") or {}
-    if streamed or streamed_before:
-        names = ", ".join(sorted({*streamed, *streamed_before}))
+    shards, shards_before = now.get("shards") or {}, was.get("shards") or {}
+    if shards or shards_before:
+        names = ", ".join(sorted({*shards, *shards_before}))
         obstacles.append(f"{names}: records cannot be appended where a source is streamed")
     rows = zip(was["names"], was["sizes"], was["digests"], was["records"], strict=True)
-    known = {name: facts for name, *facts in rows}
+    old_facts = {name: facts for name, *facts in rows}
     rows = zip(now["names"], now["sizes"], now["digests"], now["records"], strict=True)
     for (name, *facts), dataset in zip(rows, stream.datasets, strict=True):
-        if known.get(name, facts) == facts:
+        if old_facts.get(name, facts) == facts:
             continue
-        size, _, records = known[name]
-        if name in streamed:
-            had = f"{streamed_before[name]:,} shards" if name in streamed_before else "no shards"
-            changed = "names, sizes or versions of shards, their order (mixed_shards), filters or the processor changed"
-            differs("content", f"{name} had {had} and has {streamed[name]:,}: {changed}")
+        size, _, records = old_facts[name]
+        if name in shards:
+            had = f"{shards_before[name]:,} shards" if name in shards_before else "no shards"
+            causes = "names, sizes or versions of shards, their order (mixed_shards), filters or the processor changed"
+            differs("content", f"{name} had {had} and has {shards[name]:,}: {causes}")
             continue
         why = f": its first {size} records, or their processor, are not the old ones"
         blocks = len(dataset) < size or dataset.prefix_digest(size) != records
@@ -113,31 +113,31 @@ def compare(stored: Mapping[str, Any], stream: SequenceStream) -> DataChange:
 
 
 def _weights(facts: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Of the sources and of the groups, as given: without weights in a group those of its sources follow its sizes."""
+    """Weights of the sources and of the groups, as in the config: sources without one follow their sizes."""
     groups = facts.get("groups") or {}
     return groups.get("sources", facts["weights"]), groups.get("groups")
 
 
 def continue_stream(
-    stored: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
+    loader: Mapping[str, Any], stream: SequenceStream, *, on_change: OnDataChange = "refuse"
 ) -> tuple[SequenceStream, Cursor]:
     """The stream in the phases of the run, and the cursor to continue at. Raises ``ResumeBlocked`` where the data
-    differs and ``on_change`` does not allow it. ``stored``: the ``loader`` of a manifest; ``stream``: of the present
+    differs and ``on_change`` does not allow it. ``loader``: the ``loader`` of a manifest; ``stream``: of the present
     config, with the run's ``sequences_per_epoch`` and first ``sequences_per_iteration``.
     """
-    change, cursor = compare(stored, stream), Cursor.from_state_dict(stored["cursor"])
-    phases = tuple(GlobalOrder.from_state_dict(state, seed=stream.order.seed) for state in stored["phases"])
+    change, cursor = compare(loader, stream), Cursor.from_state_dict(loader["cursor"])
+    phases = tuple(GlobalOrder.from_state_dict(state, seed=stream.order.seed) for state in loader["phases"])
 
     def new_phase(first: int, sequences: int | None) -> GlobalOrder:
-        """Of the present data from epoch ``first`` on: no draw before it has reached its passes."""
+        """Return a phase of the present data from epoch ``first`` on, with passes that no draw before has reached."""
         passes = phases[0].first_pass
         if earlier := [phase for phase in phases if phase.first_epoch < first]:
             order = earlier[-1]
             # additional draws of a mandatory group up to the end of the cursor's epoch: at most one beside each other
             extra = max(cursor.extra) + 2 * order.epoch_size * (first > cursor.epoch) if cursor.extra else 0
             passes = order.passes_before(first, extra=extra)
-        for reached in cursor.blocks[1::3]:  # a streamed source may have had more passes than its estimated size means
-            passes = max(passes, reached + _DRAWS_OF_A_WINDOW)
+        for number in cursor.blocks[1::3]:  # a streamed source may have had more passes than its estimated size means
+            passes = max(passes, number + _DRAWS_OF_A_WINDOW)
         return stream.new_phase(first, first_pass=passes, first_sequence=sequences)
 
     if not change:
@@ -146,18 +146,18 @@ def continue_stream(
         phase = new_phase(cursor.epoch + 1, cursor.sequences)
         return stream.with_phases((phase,)), Cursor(phase.first_epoch, 0, 0, cursor.sequences)
     if on_change == "append" and change.only_appended:
-        begun = (cursor.window, cursor.row) != (0, 0)
-        first = cursor.epoch + begun
-        phase = new_phase(first, None if begun else cursor.sequences)
+        in_epoch = (cursor.window, cursor.row) != (0, 0)
+        first = cursor.epoch + in_epoch
+        phase = new_phase(first, None if in_epoch else cursor.sequences)
         return stream.with_phases((*(one for one in phases if one.first_epoch < first), phase)), cursor
     if on_change == "append":
         raise ResumeBlocked(
             f"records cannot be appended to the data of the checkpoint: {'; '.join(change.obstacles)}",
             remedy="restore the old records and settings; --on-data-change restart begins a new epoch of the new data",
         )
-    appended = "--on-data-change append (finish this epoch with the old records, then use all) or "
+    option = "--on-data-change append (finish this epoch with the old records, then use all) or "
     raise ResumeBlocked(
         f"the training data differs from that of the checkpoint: {change}",
-        remedy=f"restore it, or choose {appended * change.only_appended}--on-data-change restart (begin a new epoch of"
+        remedy=f"restore it, or choose {option * change.only_appended}--on-data-change restart (begin a new epoch of"
         " the new data)",
     )

@@ -26,12 +26,12 @@ from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.stream import Row, SequenceStream
+from unigen_ds.data.batches.stream import PackedRow, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, planned_tokens, source_names
 from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.order.order import Cursor, Draw
 from unigen_ds.data.samples.processor import Processor
-from unigen_ds.data.samples.sample import Loaded, piece_bounds, unit_tokens
+from unigen_ds.data.samples.sample import LoadedSplit, piece_bounds, unit_tokens
 from unigen_ds.data.samples.splits import unreadable
 from unigen_ds.system.seeding import generator
 from unigen_ds.system.workers import Workers
@@ -43,7 +43,7 @@ class MicroBatch:
     """This rank's part, on the CPU."""
     cursor: Cursor
     """Global position after the whole iteration."""
-    rows: list[Row]
+    rows: list[PackedRow]
     """Rows of the iteration over all ranks, in global order."""
 
 
@@ -73,13 +73,13 @@ class UpdateLoader:
     ) -> None:
         assert 0 <= dp_rank < geometry.dp_size, (dp_rank, geometry)
         self.geometry, self._dp_rank = geometry, dp_rank
-        self._pending: deque[tuple[Cursor, list[Row]]] = deque()
-        """Of each iteration that is loaded and not used."""
+        self._pending: deque[tuple[Cursor, list[PackedRow]]] = deque()
+        """Cursor and rows of each iteration that is loaded and not yet used."""
         source = RowSource(stream.sources, stream.names, stream.sample_length)
         self._batches = BatchLoader(source, processor, self._rows(stream, cursor or Cursor()), seed=seed, **loading)
 
-    def _rows(self, stream: SequenceStream, cursor: Cursor) -> Iterator[list[Row]]:
-        """In the main process: the rows of this rank, iteration by iteration."""
+    def _rows(self, stream: SequenceStream, cursor: Cursor) -> Iterator[list[PackedRow]]:
+        """Yield the rows of this rank, iteration by iteration, in the main process."""
         stream.fetch_ahead()  # after workers were started: a thread does not survive a fork
         rows_and_cursors, number = stream.rows(cursor), self.geometry.sequences_per_iteration
         while True:
@@ -89,7 +89,7 @@ class UpdateLoader:
             yield rows[self._dp_rank :: self.geometry.dp_size]
 
     @property
-    def rows_ahead(self) -> list[Row]:
+    def rows_ahead(self) -> list[PackedRow]:
         """Rows that are loaded and not used, and those that are being loaded, over all ranks."""
         return [row for _, rows in [*self._pending] for row in rows]
 
@@ -119,7 +119,7 @@ class BatchLoader:
         self,
         source: RowSource,
         processor: Processor,
-        iterations: Iterable[list[Row]],
+        iterations: Iterable[list[PackedRow]],
         *,
         seed: int | None = None,
         **loading: Unpack[Loading],
@@ -127,45 +127,45 @@ class BatchLoader:
         num_workers = loading.get("num_workers", 0)
         pin = loading.get("pin_memory", False) and torch.accelerator.is_available()
         make = partial(_load, source, processor, seed, num_workers > 0 or pin)
-        arrived = partial(Packet.unpacked, pin=True) if pin else None
+        receive = partial(Packet.unpack, pin=True) if pin else None
 
         def begin() -> Iterator[Any]:
             if num_workers:
                 ahead, timeout = loading.get("prefetch_factor") or 2, loading.get("timeout", 0.0)
-                return Workers(make, iterations, num_workers, ahead=ahead, timeout=timeout, arrived=arrived)
-            return map(make, iterations) if arrived is None else map(arrived, map(make, iterations))
+                return Workers(make, iterations, num_workers, ahead=ahead, timeout=timeout, on_arrival=receive)
+            return map(make, iterations) if receive is None else map(receive, map(make, iterations))
 
         self._begin = begin
-        self._loaded: Iterator[Batch | Packet] | None = None
+        self._batches: Iterator[Batch | Packet] | None = None
         self.closed = False
 
     def next(self) -> Batch:
         """The next batch, on the CPU. Raises ``StopIteration`` after the last, ``TrainingError`` for a lost worker."""
         assert not self.closed, "the loader is closed"
-        if self._loaded is None:
-            self._loaded = self._begin()
-        loaded = next(self._loaded)
-        return loaded.unpacked() if isinstance(loaded, Packet) else loaded
+        if self._batches is None:
+            self._batches = self._begin()
+        batch = next(self._batches)
+        return batch.unpack() if isinstance(batch, Packet) else batch
 
     def close(self) -> None:
         """End the workers. Safe to call twice, and after an error."""
-        if isinstance(self._loaded, Workers):
-            self._loaded.close()
-        self._loaded, self.closed = None, True
+        if isinstance(self._batches, Workers):
+            self._batches.close()
+        self._batches, self.closed = None, True
 
 
 def _load(
-    source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[Row]
+    source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[PackedRow]
 ) -> Batch | Packet:
     batch = collate(rows, source.datasets, processor, seq_length=source.seq_length, seed=seed, names=source.names)
-    return Packet.packed(batch) if packed else batch
+    return Packet.pack(batch) if packed else batch
 
 
 # --- one batch ----------------------------------------------------------------------------------------------------
 
 
 def collate(
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     datasets: Sequence[PlannedDataset],
     processor: Processor,
     *,
@@ -178,7 +178,7 @@ def collate(
     names = source_names(datasets) if names is None else names
     builder = processor.builder()
     sample_ids: list[str] = []
-    skipped: list[dict[str, str]] = []
+    skips: list[dict[str, str]] = []
     sources: list[int] = []
     ends: list[int] = []
     for row in rows:
@@ -187,22 +187,21 @@ def collate(
             sample_id, dataset = draw.sample_id(names), datasets[draw.source]
             sample_ids.append(sample_id)
             try:
-                loaded = load(draw, dataset, processor, seq_length=seq_length, seed=seed, name=sample_id)
+                splits = load(draw, dataset, processor, seq_length=seq_length, seed=seed, name=sample_id)
             except UnreadableImage as error:
-                skipped.append({"sample": sample_id, "path": error.path, "why": error.problem})
-                planned = planned_tokens(dataset, draw.index)
-                builder.add_padding(unit_tokens(planned, draw.piece, seq_length))
+                skips.append({"sample": sample_id, "path": error.path, "why": error.problem})
+                builder.add_padding(unit_tokens(planned_tokens(dataset, draw.index), draw.piece, seq_length))
             else:
-                builder.add_document(loaded)
+                builder.add_document(splits)
             sources.append(draw.source)
             ends.append(builder.num_tokens)
         if builder.num_tokens == before:
             builder.add_padding(1)
-    batch = builder.batch(len(rows), tuple(sample_ids), tuple(skipped))
+    batch = builder.batch(len(rows), tuple(sample_ids), tuple(skips))
     return dataclasses.replace(batch, sample_sources=tuple(sources), sample_ends=tuple(ends))
 
 
-def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) -> Any:
+def pack_documents(documents: Sequence[Sequence[LoadedSplit]], processor: Processor) -> Any:
     """One document after the other, as given: for inference, where nothing is read from a data set."""
     builder = processor.builder()
     for document in documents:
@@ -212,17 +211,17 @@ def pack_documents(documents: Sequence[Sequence[Loaded]], processor: Processor) 
 
 def load(
     draw: Draw, dataset: PlannedDataset, processor: Processor, *, seq_length: int, seed: int, name: str
-) -> list[Loaded]:
+) -> list[LoadedSplit]:
     """Read, truncate, drop conditions (each split draws), decode. Raises ``UnreadableImage`` for a skipped sample."""
     whole = dataset.sample(draw.index, pass_number=draw.pass_number)
-    sample = whole if draw.piece >= 0 else whole.truncated(seq_length)
+    sample = whole if draw.piece >= 0 else whole.truncate(seq_length)
     for split in sample.splits:
         if split.error:
             raise unreadable(split.source, split.error)
-    planned = planned_tokens(dataset, draw.index)
-    if whole.num_tokens != planned:
-        changed = next((split.source for split in whole.splits if split.source), "")
-        raise unreadable(changed, f"the sample has {whole.num_tokens} tokens, but {planned} when it was indexed")
+    num_tokens = planned_tokens(dataset, draw.index)
+    if whole.num_tokens != num_tokens:
+        source = next((split.source for split in whole.splits if split.source), "")
+        raise unreadable(source, f"the sample has {whole.num_tokens} tokens, but {num_tokens} when it was indexed")
     if draw.piece >= 0:
         start, stop = piece_bounds(whole.num_tokens, seq_length, draw.piece)
         sample = whole.part(int(start), int(stop))
@@ -230,11 +229,11 @@ def load(
     dropout = getattr(processor, "dropout", {})  # a family of a user's own may have none
     if any(dropout.values()):
         chances = torch.rand(len(chances), generator=generator(*key, "dropout"), dtype=torch.float32).tolist()
-    loaded = (
+    splits = (
         split.dropped() if chance < dropout.get(split.condition, 0.0) else split.load(processor, (*key, number))
         for number, (split, chance) in enumerate(zip(sample.splits, chances, strict=True))
     )
-    return [one for one in loaded if one is not None]
+    return [one for one in splits if one is not None]
 
 
 # --- a batch on its way from a loading process ----------------------------------------------------------------------
@@ -253,7 +252,7 @@ class Packet:
     kind: type[Batch]
 
     @classmethod
-    def packed(cls, batch: Batch) -> Packet:
+    def pack(cls, batch: Batch) -> Packet:
         tensors, others = batch.parts()
         layout, size = {}, 0
         for name, tensor in tensors.items():
@@ -264,7 +263,7 @@ class Packet:
             target.copy_(tensors[name])
         return packet
 
-    def unpacked(self, *, pin: bool = False) -> Batch:
+    def unpack(self, *, pin: bool = False) -> Batch:
         """A copy of the batch in memory of this process, page-locked with ``pin``: one allocation."""
         return self.kind.of(self._tensors(self.block.pin_memory() if pin else self.block.clone()), self.others)
 

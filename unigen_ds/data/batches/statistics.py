@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from unigen_ds.data.batches.stream import Row, SequenceStream
+from unigen_ds.data.batches.stream import PackedRow, SequenceStream
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, planned_tokens
-from unigen_ds.data.datasets.overflow import ACTIONS, Fitted, overflow_line
-from unigen_ds.data.datasets.streamed_units import StreamedFitted, streamed_lines, streamed_report
+from unigen_ds.data.datasets.overflow import ACTIONS, FittedSource, overflow_line
+from unigen_ds.data.datasets.streamed_units import StreamedSource, streamed_lines, streamed_report
 from unigen_ds.data.datasets.subset import (
     Filtering,
     FirstRecords,
@@ -31,7 +31,7 @@ from unigen_ds.data.datasets.subset import (
     whole_of,
 )
 from unigen_ds.data.order.order import Cursor
-from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord, unusable_error, unused_records
+from unigen_ds.data.records.unusable import LIST_FILE, SKIP_KEY, BadRecord, unusable_error, unused_records
 from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
@@ -54,7 +54,7 @@ class Reason:
     reason: str
     number: int
     total: int
-    """Of the source, from which ``number`` were counted."""
+    """Size of the source, of which ``number`` were counted."""
     ids: Sequence[str] = ()
     used: bool = True
     """Whether the run uses them, in whole or in part."""
@@ -66,17 +66,17 @@ class Reason:
 
 
 def reasons(stream: SequenceStream) -> list[Reason]:
-    """In the order in which a record meets them. Those without a record are not in the list."""
+    """Return the reasons in the order in which a record meets them, without those that no record has."""
     every: list[Reason] = []
-    for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        every += _left_out(name, fitted)
-        every += _noticed(name, fitted, getattr(stream.packer, "max_tiles", None))
+    for name, source in zip(stream.names, stream.fitted_sources, strict=True):
+        every += _left_out(name, source)
+        every += _notices(name, source, getattr(stream.packer, "max_tiles", None))
     return [reason for reason in every if reason.number]
 
 
-def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
+def _left_out(name: str, source: FittedSource) -> Iterator[Reason]:
     """What is no longer in the data set that is packed, and long records."""
-    title, dataset, overflow = fitted.titled(name), fitted.dataset, fitted.overflow
+    title, dataset, overflow = source.title(name), source.dataset, source.overflow
     for subset in reversed([*subsets(dataset)]):
         choice, whole = subset.choice, subset.whole
         if not isinstance(choice, Filtering):
@@ -86,21 +86,21 @@ def _left_out(name: str, fitted: Fitted) -> Iterator[Reason]:
             yield Reason(title, text, len(whole) - len(subset), len(whole), used=False)
             continue
         for k, (rule, number) in enumerate(choice.report["removed"].items(), start=1):
-            text = f"cannot be trained on ({SKIPPED})" if rule == SKIPPED else f"removed by {rule}"
-            ids = sample_ids(name, whole, np.flatnonzero(choice.removed == k)[:_EXAMPLES])
-            yield Reason(title, text, number, len(choice.removed), ids, used=False)
+            text = f"cannot be trained on ({SKIP_KEY})" if rule == SKIP_KEY else f"removed by {rule}"
+            ids = sample_ids(name, whole, np.flatnonzero(choice.filter_numbers == k)[:_EXAMPLES])
+            yield Reason(title, text, number, len(choice.filter_numbers), ids, used=False)
         for rule, number in choice.report.get("questions_removed", {}).items():
             text = f"below the least {rule} rating (their records stay)"
             yield Reason(title, text, number, choice.report["questions_rated"], used=False, unit="questions")
     for action in ACTIONS:
         text = f"longer than {overflow.key} {overflow.seq_length:,}: {_ACTIONS[action]}"
-        long, used = fitted.by_action[action], action in ("split", "truncate")
+        long, used = source.by_action[action], action in ("split", "truncate")
         yield Reason(title, text, len(long), len(dataset), sample_ids(name, dataset, long[:_EXAMPLES]), used)
 
 
-def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reason]:
+def _notices(name: str, source: FittedSource, max_tiles: int | None) -> Iterator[Reason]:
     """What of the records that are packed is not learned as their author may think."""
-    title, dataset, counts = fitted.titled(name), fitted.dataset, fitted.dataset.counts()
+    title, dataset, counts = source.title(name), source.dataset, source.dataset.counts()
     whole = whole_of(dataset)
 
     def reason(text: str, records: Array, of: PlannedDataset = dataset, *, used: bool = True) -> Reason:
@@ -110,11 +110,11 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
         "an image that cannot be read: padding in their position", np.flatnonzero(counts.unreadable), used=False
     )
     if isinstance(whole, UnifiedGenerationDataset):
-        for text, records in unused_records(whole.index.unused).items():
+        for text, records in unused_records(whole.index.unused_codes).items():
             yield reason(text, records, whole)
-        unused = whole.index.unused_texts
-        text = f"several texts to choose from: one is used, always the same; {int(unused.sum()):,} texts are not used"
-        yield reason(text, np.flatnonzero(unused), whole)
+        texts = whole.index.unused_texts
+        text = f"several texts to choose from: one is used, always the same; {int(texts.sum()):,} texts are not used"
+        yield reason(text, np.flatnonzero(texts), whole)
     yield reason("an empty text (a caption, a question or an answer)", np.flatnonzero(counts.empty_texts))
     if max_tiles is not None:
         text = f"more than packing.max_tiles={max_tiles} condition images: each in a sequence without another image"
@@ -124,12 +124,12 @@ def _noticed(name: str, fitted: Fitted, max_tiles: int | None) -> Iterator[Reaso
     yield Reason(title, text, int(counts.unknown.sum()), tokens, ids, unit="text tokens")
 
 
-def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float) -> None:
+def check_unusable(sources: Sequence[FittedSource], names: Sequence[str], limit: float) -> None:
     """Raise ``DataError`` where more than a share ``limit`` of all records is left out by ``on_record_error``."""
     unusable: list[BadRecord] = []
     records = 0
     for source in sources:
-        if isinstance(source, StreamedFitted):
+        if isinstance(source, StreamedSource):
             source.limit = limit
             source.count_unusable(source)
         else:
@@ -140,15 +140,15 @@ def check_unusable(sources: Sequence[Fitted], names: Sequence[str], limit: float
 
 
 def list_left_out(parts: Sequence[Any], folder: Path) -> None:
-    """Write ``left_out.jsonl``, on rank 0: each record that ``on_record_error`` left out. ``parts`` have ``fitted``."""
+    """Write ``left_out.jsonl``, on rank 0: each record that ``on_record_error`` left out of ``parts``."""
     path, lines = folder / LIST_FILE, list[str]()
     before = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    for name, source in (pair for part in parts for pair in zip(part.names, part.fitted, strict=True)):
+    for name, source in (pair for part in parts for pair in zip(part.names, part.fitted_sources, strict=True)):
         lines += [one.line(name) for one in source.unusable]
-        if isinstance(source, StreamedFitted):
+        if isinstance(source, StreamedSource):
             source.left_out_file = path
-            source.listed = {line for line in before if line.startswith(f'{{"sample": "{name}:')}
-            lines += sorted(source.listed)
+            source.old_lines = {line for line in before if line.startswith(f'{{"sample": "{name}:')}
+            lines += sorted(source.old_lines)
     if lines or before:
         write_text_atomic(path, "".join(dict.fromkeys(lines)))
 
@@ -156,31 +156,31 @@ def list_left_out(parts: Sequence[Any], folder: Path) -> None:
 # --- the log of a start ---------------------------------------------------------------------------------------------
 
 
-def source_lines(name: str, fitted: Fitted, max_tiles: int | None = None) -> Iterator[tuple[bool, str]]:
+def source_lines(name: str, source: FittedSource, max_tiles: int | None = None) -> Iterator[tuple[bool, str]]:
     """What a start reports of a source: whether it is a warning, and a sentence."""
-    report = fitted.report(name)
-    if (first := subset_by(fitted.dataset, FirstRecords)) is not None:
+    report = source.report(name)
+    if (first := subset_by(source.dataset, FirstRecords)) is not None:
         number = f"{len(first):,}"
         yield False, f"num_used_data={number}: the first {number} of {len(first.whole):,} records are used"
-    if (filtering := filtering_of(fitted.dataset)) is not None:
+    if (filtering := filtering_of(source.dataset)) is not None:
         removal = filtering.report
-        yield removal.get("questions_rated") == 0 or SKIPPED in removal["removed"], removal_line(removal)
+        yield removal.get("questions_rated") == 0 or SKIP_KEY in removal["removed"], removal_line(removal)
     yield report["share_lost"] > 0 or report["skipped"] > 0, overflow_line(report)
-    for reason in _noticed(name, fitted, max_tiles):
+    for reason in _notices(name, source, max_tiles):
         if reason.number:
             yield True, str(reason)
 
 
 def start_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What a start reports of its training data: whether it is a warning, and a sentence."""
-    for name, fitted in zip(stream.names, stream.fitted, strict=True):
-        yield from streamed_lines(name, fitted)
-        for warns, line in source_lines(name, fitted, getattr(stream.packer, "max_tiles", None)):
-            yield warns, f"Data, {fitted.titled(name)}: {line}."
+    for name, source in zip(stream.names, stream.fitted_sources, strict=True):
+        yield from streamed_lines(name, source)
+        for warns, line in source_lines(name, source, getattr(stream.packer, "max_tiles", None)):
+            yield warns, f"Data, {source.title(name)}: {line}."
     yield from _balance_lines(stream)
     rows = stream.phases[-1].rows_per_epoch
-    if rows is not None and (left := stream.order.epoch_size - rows) > 0:
-        line = f"{left:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
+    if rows is not None and (rest := stream.order.epoch_size - rows) > 0:
+        line = f"{rest:,} of the {stream.order.epoch_size:,} samples of an epoch fill no whole iteration"
         line += f" of {stream.sequences_per_iteration} sequences and are left out, others in each epoch"
         yield False, f"Data: {line} (train_dataloader.drop_last=False: none)."
     for name, group in group_report(stream).items():
@@ -212,20 +212,20 @@ def _balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
 
 
 def titles(stream: SequenceStream) -> dict[str, str]:
-    """Of each source what the numbers of its records are of: its name, and of a streamed one the part."""
-    return {name: fitted.titled(name) for name, fitted in zip(stream.names, stream.fitted, strict=True)}
+    """Name of each source -> how messages call what its numbers are of: of a streamed source a part."""
+    return {name: source.title(name) for name, source in zip(stream.names, stream.fitted_sources, strict=True)}
 
 
 def group_report(stream: SequenceStream) -> dict[str, dict[str, Any]]:
-    """Of each group: its samples in the first epoch, what its weight alone means, and its shares of all samples."""
+    """Name of each group -> its samples in the first epoch, those by its weight alone, and both shares of all."""
     facts = stream.blend.facts or {"groups": {}, "sources": []}
     total, by_weight, report = sum(stream.draws_per_epoch), sum(stream.order.counts), {}
     for name, settings in facts["groups"].items():
         members = [k for k, (group, _) in enumerate(facts["sources"]) if group == name]
-        drawn = sum(stream.draws_per_epoch[k] for k in members)
-        requested = sum(stream.order.counts[k] for k in members)
-        shares = {"share": drawn / total, "share_by_weight": requested / by_weight}
-        report[name] = {**settings, "draws_per_epoch": drawn, "draws_by_weight": requested, **shares}
+        draws = sum(stream.draws_per_epoch[k] for k in members)
+        draws_by_weight = sum(stream.order.counts[k] for k in members)
+        shares = {"share": draws / total, "share_by_weight": draws_by_weight / by_weight}
+        report[name] = {**settings, "draws_per_epoch": draws, "draws_by_weight": draws_by_weight, **shares}
     return report
 
 
@@ -261,11 +261,11 @@ def describe_data(stream: SequenceStream) -> dict[str, Any]:
 
 
 def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str, Any]:
-    fitted = stream.fitted[number]
-    dataset, sums = fitted.dataset, fitted.kept_sums
+    source = stream.fitted_sources[number]
+    dataset, sums = source.dataset, source.kept_sums
     counts, filtering, first = dataset.counts(), filtering_of(dataset), subset_by(dataset, FirstRecords)
     with_image, unknown = int((counts.images > 0).sum()), int(counts.unknown.sum())
-    noticed = [one for one in _noticed(name, fitted, getattr(stream.packer, "max_tiles", None)) if one.number]
+    notices = [one for one in _notices(name, source, getattr(stream.packer, "max_tiles", None)) if one.number]
     return {
         "name": dataset.name,
         "records": len(dataset),
@@ -276,17 +276,17 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
         "noticed": [
             {"reason": one.reason, "number": one.number, "of": one.total, "unit": one.unit, "text": str(one),
              "first": one.ids}
-            for one in noticed
+            for one in notices
         ],
         **sums,
         "text_tokens": sums["tokens"] - sums["image_tokens"],
         "image_token_share": sums["image_tokens"] / max(sums["tokens"], 1),
         "condition_images": sums["tiles"],
         "lengths": _percentiles(dataset.lengths()[0]),
-        "overflow": fitted.report(name),
+        "overflow": source.report(name),
         "draws_per_epoch": stream.draws_per_epoch[number],
         "weight": dataset.weight,
-        **({"streamed": streamed_report(fitted)} if isinstance(fitted, StreamedFitted) else {}),
+        **({"streamed": streamed_report(source)} if isinstance(source, StreamedSource) else {}),
         **({"filters": dict(filtering.report)} if filtering is not None else {}),
         **({"num_used_data": {"used": len(first), "records": len(first.whole)}} if first is not None else {}),
     }  # fmt: skip
@@ -297,7 +297,7 @@ def _percentiles(lengths: np.ndarray) -> dict[str, float]:
     return {"min": float(lengths.min()), **percentiles, "max": float(lengths.max()), "mean": float(lengths.mean())}
 
 
-def first_rows(stream: SequenceStream) -> list[Row]:
+def first_rows(stream: SequenceStream) -> list[PackedRow]:
     """The sequences of the first windows of a whole epoch: those that packing is described by."""
     epoch = stream.phases[-1].first_epoch
     if stream.packer is None:
@@ -306,7 +306,7 @@ def first_rows(stream: SequenceStream) -> list[Row]:
     return [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
 
 
-def tokens_of(stream: SequenceStream, rows: Sequence[Row]) -> list[list[int]]:
+def tokens_of(stream: SequenceStream, rows: Sequence[PackedRow]) -> list[list[int]]:
     """Planned tokens of each sample of some rows."""
     sources, limit = stream.sources, stream.sample_length
     return [[unit_tokens(planned_tokens(sources[d.source], d.index), d.piece, limit) for d in row] for row in rows]
@@ -318,16 +318,16 @@ def epoch_balance(stream: SequenceStream) -> dict[str, dict[str, float]]:
     mixture the mean of a record (of a streamed source, of its first shard) times its samples.
     """
     balance = {}
-    for name, fitted, drawn in zip(stream.names, stream.fitted, stream.draws_per_epoch, strict=True):
-        counts, skip = fitted.dataset.counts(), fitted.by_action["skip"]
-        sums, passes = dict(fitted.kept_sums), drawn / max(len(fitted.tokens), 1)  # a long text is several samples
+    for name, source, draws in zip(stream.names, stream.fitted_sources, stream.draws_per_epoch, strict=True):
+        counts, skip = source.dataset.counts(), source.by_action["skip"]
+        sums, passes = dict(source.kept_sums), draws / max(len(source.tokens), 1)  # a long text is several samples
         sums["text_tokens"] = sums["tokens"] - sums["image_tokens"]
         keys = ("text_tokens", "image_tokens", "text_targets", "image_targets", "other_targets")
-        balance[name] = {"samples": drawn, **{key: sums[key] * passes for key in keys}}
+        balance[name] = {"samples": draws, **{key: sums[key] * passes for key in keys}}
         for kind in ("text", "image"):
             has = getattr(counts, f"{kind}_targets") > 0
             share = (has.sum() - has[skip].sum()) / max(len(has) - len(skip), 1)
-            balance[name][f"{kind}_samples"] = drawn * float(share)
+            balance[name][f"{kind}_samples"] = draws * float(share)
     return balance
 
 

@@ -30,28 +30,28 @@ from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
-from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedFitted, fit
+from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedSource, fit_source
 from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
 from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Skip, merged_skips
 from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed
 
-Row = tuple[Draw, ...]
+PackedRow = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
 
 _CHUNK = 1024
-_REPLACED = "is from before the data was replaced (--on-data-change restart)"
+_TOO_OLD = "is from before the data was replaced (--on-data-change restart)"
 _OLD_DATA = "the data of that time, with a checkpoint of that time"
 _FORMAT = "stream-1"
-"""Of the order, and of how records are read and mixed: a checkpoint of another one is changed data."""
+"""Version of order, reading and mixing of records: a checkpoint of another version is changed data."""
 
 
 class SequenceStream:
     """All sequences of a run, in order.
 
     Args:
-        order: the global order of the units (``overflow.Fitted``) of ``datasets``.
+        order: the global order of the units (``overflow.FittedSource``) of ``datasets``.
         packer: groups samples into sequences; None: one sample a sequence.
         overflow: what happens to longer records; None: the default.
         drop_last: unpacked only: an epoch leaves out the samples that fill no whole iteration; otherwise empty rows
@@ -75,8 +75,8 @@ class SequenceStream:
         blend: Blend | None = None,
     ) -> None:
         overflow = overflow or Overflow(seq_length)
-        self.fitted = tuple(fit(dataset, overflow) for dataset in datasets)
-        assert tuple(map(len, self.fitted)) == order.sizes, "the order is that of other data sets"
+        self.fitted_sources = tuple(fit_source(dataset, overflow) for dataset in datasets)
+        assert tuple(map(len, self.fitted_sources)) == order.sizes, "the order is that of other data sets"
         self.datasets, self.packer, self.seq_length = tuple(datasets), packer, seq_length
         self.phases: tuple[GlobalOrder, ...] = (order,)
         self.sources = tuple(whole_of(dataset) for dataset in datasets)
@@ -86,12 +86,12 @@ class SequenceStream:
         self.skips: tuple[Skip, ...] = ()
         """What ``rows`` leaves out; no number of another sequence changes."""
         self.blend, self.names = blend or Blend(), source_names(datasets)
-        self._tokens = [source.tokens for source in self.fitted]
-        tiles = [source.tiles for source in self.fitted]
+        self._tokens = [source.tokens for source in self.fitted_sources]
+        tiles = [source.tiles for source in self.fitted_sources]
         check_mandatory(self.blend, self._tokens, tiles, packer=packer, seq_length=seq_length)
         self._use((self.new_phase(0, first_pass=0, first_sequence=0, rows=sequences_per_epoch),))
         self.sequences_per_epoch = sequences_per_epoch or self._first_epoch_rows
-        """For schedules and limits, the whole run: the rows of epoch 0. Packed: others have a few more or fewer."""
+        """Rows of epoch 0, which schedules and limits use. Packed, other epochs have a few more or fewer."""
 
     @property
     def order(self) -> GlobalOrder:
@@ -108,8 +108,8 @@ class SequenceStream:
         """Additional draws up to the end of a window, of each mandatory group, as far as they are known."""
         self.walks: dict[int, ShardWalk] = {
             k: source.walk(k, seed=order.seed, first_pass=phases[-1].first_pass)
-            for k, source in enumerate(self.fitted)
-            if isinstance(source, StreamedFitted)
+            for k, source in enumerate(self.fitted_sources)
+            if isinstance(source, StreamedSource)
         }
         """The order of each streamed source: a run with one has one phase."""
         assert not self.walks or (len(phases) == 1 and order.mixture is not None), "streamed sources have weights"
@@ -160,11 +160,11 @@ class SequenceStream:
 
     @property
     def draws_per_epoch(self) -> tuple[int, ...]:
-        """Of each source, in the first epoch of all the present data, with the additional ones of mandatory groups."""
+        """Draws of each source in the first epoch of all the present data, with additional ones of mandatory groups."""
         return self._draws(self.order)
 
     def _draws(self, phase: GlobalOrder) -> tuple[int, ...]:
-        """Of each source of a phase, in its first epoch."""
+        """Return the draws of each source of a phase, in its first epoch."""
         if not phase.mandatory:
             return phase.counts
         first = phase.first_epoch
@@ -181,14 +181,14 @@ class SequenceStream:
         """Mean of the first phase (appended data moves no limit); condition dropout makes it a little smaller."""
         first = self.phases[0]
         means = [float(tokens[:size].mean()) for tokens, size in zip(self._tokens, first.sizes, strict=False)]
-        drawn = sum(mean * count for mean, count in zip(means, self._draws(first), strict=True))
-        return drawn / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
+        total = sum(mean * count for mean, count in zip(means, self._draws(first), strict=True))
+        return total / (self.sequences_per_epoch if first.first_epoch == 0 else self._first_epoch_rows)
 
     def epoch_order(self, epoch: int) -> GlobalOrder:
         """The order of the phase that an epoch belongs to. Raises ``DataError`` where its data was replaced."""
         number = bisect([phase.first_epoch for phase in self.phases], epoch) - 1
         if number < 0:
-            raise DataError(f"epoch {epoch} of the data {_REPLACED}", remedy=_OLD_DATA)
+            raise DataError(f"epoch {epoch} of the data {_TOO_OLD}", remedy=_OLD_DATA)
         return self.phases[number]
 
     def num_windows(self, epoch: int) -> int:
@@ -205,14 +205,14 @@ class SequenceStream:
             **self._facts_of_order,
             **({"filters": filters} if filters else {}),
             "records": [dataset.prefix_digest(len(dataset)) for dataset in self.datasets],
-            "overflow": self.fitted[0].overflow.actions,
+            "overflow": self.fitted_sources[0].overflow.actions,
             "units": list(self.order.sizes),
             **({"shards": shards} if shards else {}),
         }
 
     @property
     def _facts_of_order(self) -> dict[str, Any]:
-        touched = sorted({item for source in self.fitted for item in source.touched.items()})
+        actions = sorted({item for source in self.fitted_sources for item in source.long_kinds.items()})
         division = division_of(self.datasets)
         return {
             "format": _FORMAT,
@@ -226,7 +226,7 @@ class SequenceStream:
             **({"order": "mixture-2"} if self.order.mixture is not None else {}),
             **({"groups": self.blend.facts} if self.blend.facts else {}),
             **({"max_sample_tokens": self.sample_length} if self.sample_length != self.seq_length else {}),
-            **({"long_records": touched} if touched else {}),
+            **({"long_records": actions} if actions else {}),
             **({"validation": asdict(division)} if division else {}),
         }
 
@@ -242,10 +242,10 @@ class SequenceStream:
         skips = {"skips": [list(skip) for skip in self.skips]} if self.skips else {}
         return {"seed": self.order.seed, "fingerprint": self.fingerprint, "facts": self.facts, "phases": phases} | skips
 
-    def window_rows(self, epoch: int, window: int) -> list[Row]:
+    def window_rows(self, epoch: int, window: int) -> list[PackedRow]:
         plan, columns = self._plan(epoch, window)
         draws = [Draw(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-        return [tuple(self.fitted[draws[i].source].record(draws[i]) for i in group) for group in plan]
+        return [tuple(self.fitted_sources[draws[i].source].record(draws[i]) for i in group) for group in plan]
 
     def _plan(self, epoch: int, window: int) -> tuple[list[list[int]], tuple[Array, ...]]:
         """The plan of a window, and its draws as columns: as many of each mandatory group in addition as it lacks."""
@@ -278,14 +278,14 @@ class SequenceStream:
         return self._extra_after(*self._window_before(epoch, window))
 
     def _extra_after(self, epoch: int, window: int) -> tuple[int, ...]:
-        """As ``_extra_before``, after a window. Plans those before it, as far as neither cache nor cursor has them."""
+        """Additional draws after a window. Plans the windows before it, as far as neither cache nor cursor has them."""
         if (epoch, window) not in self._after:
             self.window_count(self.epoch_order(epoch).first_epoch, 0)  # plans the first epoch, or reads its plan
-        unplanned, at = [], (epoch, window)
+        windows, at = [], (epoch, window)
         while at not in self._after:
-            unplanned.append(at)
+            windows.append(at)
             at = self._window_before(*at)
-        for one in reversed(unplanned):
+        for one in reversed(windows):
             self._plan(*one)
         return self._after[epoch, window]
 
@@ -302,7 +302,7 @@ class SequenceStream:
         tokens, tiles = np.empty_like(records), np.empty_like(records)
         for source in np.unique(sources).tolist():
             here = sources == source
-            tokens[here], tiles[here] = self.fitted[source].lengths_of(records[here])
+            tokens[here], tiles[here] = self.fitted_sources[source].lengths_of(records[here])
         return tokens, tiles
 
     def window_count(self, epoch: int, window: int) -> int:
@@ -335,9 +335,9 @@ class SequenceStream:
     def fetch_ahead(self) -> None:
         """Fetch the shards that come next in the background: called where rows are loaded, not only planned."""
         for k in self.walks:
-            self.fitted[k].shards.fetches_ahead = True  # type: ignore[attr-defined]
+            self.fitted_sources[k].shards.fetches_ahead = True  # type: ignore[attr-defined]
 
-    def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
+    def rows(self, cursor: Cursor | None = None) -> Iterator[tuple[PackedRow, Cursor]]:
         """Every row from ``cursor`` on, over all epochs, each with the cursor after it. Endless. Without ``skips``."""
         cursor = cursor or Cursor()
         self._take_over(cursor)
@@ -360,16 +360,16 @@ class SequenceStream:
             fits = fits and self._after.setdefault(before, cursor.extra) == cursor.extra
         fits = fits and len(cursor.blocks) in (0, 3 * len(self.walks))
         if cursor.blocks and fits:
-            drawn = order.mixture.counts(position) if order.mixture is not None else ()
+            counts = order.mixture.counts(position) if order.mixture is not None else ()
             for i, (k, walk) in enumerate(self.walks.items()):
                 start, pass_number, block = cursor.blocks[3 * i : 3 * i + 3]
-                fits = fits and start <= drawn[k] and walk.remember((start, pass_number, block))
+                fits = fits and start <= counts[k] and walk.remember((start, pass_number, block))
         if not fits or len(cursor.extra) not in (0, len(order.mandatory)):
             state = f"the state {list(cursor.drawn)} and the blocks {list(cursor.blocks)}"
             raise _wrong_cursor(f"has {list(cursor.extra)} additional draws, {state}")
 
     def _state(self, epoch: int, window: int, row: int) -> dict[str, Any]:
-        """``extra``, ``drawn`` and ``blocks`` of a cursor at a window (unpacked: at a row)."""
+        """``extra``, ``counts`` and ``blocks`` of a cursor at a window (unpacked: at a row)."""
         order = self.epoch_order(epoch)
         if order.mixture is None:
             return {}
@@ -377,11 +377,11 @@ class SequenceStream:
         position = order.position(epoch, min(offset, order.stride))
         state = {"extra": self._extra_before(epoch, window), "drawn": order.mixture.state(position)}
         if self.walks:
-            drawn = order.mixture.counts(position)
-            state["blocks"] = tuple(number for k, walk in self.walks.items() for number in walk.state(drawn[k]))
+            counts = order.mixture.counts(position)
+            state["blocks"] = tuple(number for k, walk in self.walks.items() for number in walk.state(counts[k]))
         return state
 
-    def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
+    def _packed_rows(self, cursor: Cursor) -> Iterator[tuple[PackedRow, Cursor]]:
         epoch, window, first, sequences = cursor.epoch, cursor.window, cursor.row, cursor.sequences
         windows = self.num_windows(epoch)
         if window >= windows:
@@ -398,16 +398,16 @@ class SequenceStream:
                 yield rows[i], Cursor(*after, 0, sequences, **state_after) if i + 1 == len(rows) else here
             (epoch, window), first = after, 0
 
-    def _single_rows(self, cursor: Cursor) -> Iterator[tuple[Row, Cursor]]:
+    def _single_rows(self, cursor: Cursor) -> Iterator[tuple[PackedRow, Cursor]]:
         epoch, row, sequences = cursor.epoch, cursor.row, cursor.sequences
         if row >= self._rows_per_epoch(epoch):
             raise _wrong_cursor(f"is at row {row} of an epoch of {self._rows_per_epoch(epoch)}")
         while True:
             order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
             stop = min(row + _CHUNK, length)
-            filled = min(stop, order.stride)
-            draws = order.draws(epoch, min(row, filled), filled)
-            rows: list[Row] = [(self.fitted[draw.source].record(draw),) for draw in draws]
+            end = min(stop, order.stride)
+            draws = order.draws(epoch, min(row, end), end)
+            rows: list[PackedRow] = [(self.fitted_sources[draw.source].record(draw),) for draw in draws]
             rows += [()] * (stop - row - len(draws))
             for i, content in enumerate(rows, start=row + 1):
                 sequences += 1
@@ -425,20 +425,20 @@ class SequenceStream:
 
     def seek(self, sequence: int) -> Cursor:
         """The cursor before a global sequence number; plans what is before it. Raises ``DataError``: replaced data."""
-        known = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
-        before = [(first, epoch) for first, epoch in known if first is not None and first <= sequence]
+        starts = [(phase.first_sequence, phase.first_epoch) for phase in self.phases]
+        before = [(first, epoch) for first, epoch in starts if first is not None and first <= sequence]
         if not before:
-            raise DataError(f"sequence {sequence} {_REPLACED}", remedy=_OLD_DATA)
+            raise DataError(f"sequence {sequence} {_TOO_OLD}", remedy=_OLD_DATA)
         first, epoch = before[-1]
-        left, window = sequence - first, 0
+        rest, window = sequence - first, 0
         if self.packer is None:
-            while left >= (length := self._rows_per_epoch(epoch)):
-                left, epoch = left - length, epoch + 1
-            return Cursor(epoch, 0, left, sequence)
-        while left >= (number := self.window_count(epoch, window)):
-            left -= number
+            while rest >= (length := self._rows_per_epoch(epoch)):
+                rest, epoch = rest - length, epoch + 1
+            return Cursor(epoch, 0, rest, sequence)
+        while rest >= (number := self.window_count(epoch, window)):
+            rest -= number
             epoch, window = self._next_window(epoch, window)
-        return Cursor(epoch, window, left, sequence)
+        return Cursor(epoch, window, rest, sequence)
 
 
 def _wrong_cursor(problem: str) -> CheckpointError:

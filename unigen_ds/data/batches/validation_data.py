@@ -19,8 +19,8 @@ from typing_extensions import Unpack
 from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.loader import BatchLoader, Loading, RowSource
 from unigen_ds.data.batches.statistics import source_lines
-from unigen_ds.data.batches.stream import Row
-from unigen_ds.data.datasets.overflow import Fitted
+from unigen_ds.data.batches.stream import PackedRow
+from unigen_ds.data.datasets.overflow import FittedSource
 from unigen_ds.data.datasets.subset import whole_of
 from unigen_ds.data.order.order import Draw, shares
 
@@ -32,7 +32,7 @@ class ValidationData:
 
     def __init__(
         self,
-        fitted: Sequence[Fitted],
+        fitted_sources: Sequence[FittedSource],
         names: Sequence[str],
         *,
         name: str = "",
@@ -41,34 +41,34 @@ class ValidationData:
         batch_size: int,
         **loading: Unpack[Loading],
     ) -> None:
-        self.name, self.fitted, self.names = name, tuple(fitted), tuple(names)
-        self.datasets = tuple(source.dataset for source in fitted)
+        self.name, self.fitted_sources, self.names = name, tuple(fitted_sources), tuple(names)
+        self.datasets = tuple(source.dataset for source in fitted_sources)
         self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
         self.processor, self.seed = copy.copy(processor), seed
         for random_change, none in (("dropout", {}), ("augment", ()), ("vit_augment", ())):
             if hasattr(processor, random_change):
                 setattr(self.processor, random_change, none)
-        self.seq_length = fitted[0].overflow.seq_length
+        self.seq_length = fitted_sources[0].overflow.seq_length
         self.batch_size, self._loading = batch_size, loading
 
     def __len__(self) -> int:
-        return sum(map(len, self.fitted))
+        return sum(map(len, self.fitted_sources))
 
     def start_lines(self) -> Iterator[str]:
         """What a start reports of each source."""
-        for source, fitted in zip(self.names, self.fitted, strict=True):
-            name = f"{self.name}, {source}" if self.name else source
-            records, whole = len(fitted.dataset), len(whole_of(fitted.dataset))
-            yield f"Validation, {name}: {records:,} of {whole:,} records."
-            yield from (f"Validation, {name}: {line}." for _, line in source_lines(source, fitted))
+        for name, source in zip(self.names, self.fitted_sources, strict=True):
+            title = f"{self.name}, {name}" if self.name else name
+            records, whole = len(source.dataset), len(whole_of(source.dataset))
+            yield f"Validation, {title}: {records:,} of {whole:,} records."
+            yield from (f"Validation, {title}: {line}." for _, line in source_lines(name, source))
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""
-        sizes = [len(source) for source in self.fitted]
+        sizes = [len(source) for source in self.fitted_sources]
         numbers = sizes if limit is None or limit >= sum(sizes) else shares(limit, sizes)
         return [
             [source.record(Draw(k, int(index), 0)) for index in np.arange(number) * len(source) // max(number, 1)]
-            for k, (source, number) in enumerate(zip(self.fitted, numbers, strict=True))
+            for k, (source, number) in enumerate(zip(self.fitted_sources, numbers, strict=True))
         ]
 
     def num_batches(self, max_batches: int | None = None, *, dp_size: int = 1) -> int:
@@ -84,11 +84,11 @@ class ValidationData:
         of. ``max_batches``: at most so many times ``batch_size`` of them, however many ranks there are.
         """
         limit = None if max_batches is None else max_batches * self.batch_size
-        iterations: list[tuple[str, list[Row]]] = []
+        iterations: list[tuple[str, list[PackedRow]]] = []
         step = self.batch_size * dp_size
         for name, draws in zip(self.names, self.draws(limit), strict=True):
             for first in range(0, len(draws), step):
-                rows: list[Row] = [(draw,) for draw in draws[first : first + step]]
+                rows: list[PackedRow] = [(draw,) for draw in draws[first : first + step]]
                 rows += [()] * (step - len(rows))
                 iterations.append((name, rows[dp_rank::dp_size]))
         source = RowSource(self.sources, self.names, self.seq_length)

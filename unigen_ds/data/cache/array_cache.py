@@ -35,14 +35,14 @@ FOLDER = ".unigen_index"
 SUFFIX = ".arrays"
 _MAGIC = b"unigen-arrays-1\n"
 _ALIGN = 64
-_CHECKED = 256 << 20
+_MOST_BYTES = 256 << 20
 """Bytes up to which a file is read through, for its digest, at every start: 0.1 s."""
 _BLOCK = 8 << 20
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again within the resolution of its times: its digest is not kept."""
 _KINDS = "iufb"
-"""Of NumPy's dtypes: numbers. Nothing of a file is ever unpickled."""
-Arrays = dict[str, NDArray[Any]]
+"""Kinds of NumPy's dtypes that a file may have: numbers. Nothing of a file is ever unpickled."""
+_Arrays = dict[str, NDArray[Any]]
 
 
 class ArrayFile:
@@ -73,15 +73,15 @@ class ArrayFile:
             content = np.ascontiguousarray(values, dtype=dtype).data.cast("B")
             offset += start * np.dtype(dtype).itemsize
             while content:
-                written = os.pwrite(self._stream.fileno(), content, offset)
-                content, offset = content[written:], offset + written
+                size = os.pwrite(self._stream.fileno(), content, offset)
+                content, offset = content[size:], offset + size
 
     def read(self, name: str) -> NDArray[Any]:
         return _map(self._stream, {name: self._table[name]})[name] if self._table[name][2] else np.empty(0, np.int64)
 
-    def finish(self, key: str) -> Arrays:
+    def finish(self, key: str) -> _Arrays:
         """The arrays, mapped; ``key``: what they are asked for by."""
-        digest = _digest(self._stream, self._end) if self._end <= _CHECKED else None
+        digest = _digest(self._stream, self._end) if self._end <= _MOST_BYTES else None
         table = json.dumps({"key": key, "arrays": self._table, "size": self._end, "xxh3_64": digest}).encode()
         self._stream.seek(self._end)
         self._stream.write(table + xxhash.xxh3_64_digest(table) + len(table).to_bytes(8, "little") + _MAGIC)
@@ -96,7 +96,7 @@ def _digest(stream: BinaryIO, size: int) -> str:
         return xxhash.xxh3_64(content).hexdigest()
 
 
-def _map(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> Arrays:
+def _map(stream: BinaryIO, table: Mapping[str, Sequence[Any]]) -> _Arrays:
     """Read-only arrays of the file's memory, in one mapping: its pages are shared, and the file may be removed."""
     whole = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     return {
@@ -132,7 +132,7 @@ def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
     return None
 
 
-def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
+def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> _Arrays:
     """``load_or_fill`` of arrays that ``make`` returns whole."""
 
     def fill(new: ArrayFile) -> None:
@@ -142,12 +142,12 @@ def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, N
     return load_or_fill(cache, key, fill)
 
 
-def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> Arrays:
+def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> _Arrays:
     """Return the arrays of ``cache`` where it has those of ``key``, else those that ``fill`` makes, then written there.
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets
     its name when it is complete and on disk; what a killed process leaves is removed by the next one.
     """
-    arrays: Arrays = {}
+    arrays: _Arrays = {}
 
     def write(temporary: Path) -> None:
         with temporary.open("w+b") as stream:
@@ -156,11 +156,11 @@ def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]
             arrays.update(new.finish(key))
 
     if cache is not None:
-        if (known := load_arrays(cache, key)) is not None:
-            return known
+        if (old := load_arrays(cache, key)) is not None:
+            return old
         with hold_lock(cache.with_name(f".{cache.name}.lock")):  # or without, where the folder has no locks
-            if (known := load_arrays(cache, key)) is not None:
-                return known  # another process was first
+            if (old := load_arrays(cache, key)) is not None:
+                return old  # another process was first
             try:
                 write_atomic(cache, write)
                 return arrays
@@ -173,7 +173,7 @@ def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]
         return new.finish(key)
 
 
-def load_arrays(cache: Path, key: str) -> Arrays | None:
+def load_arrays(cache: Path, key: str) -> _Arrays | None:
     """Return those of a file, mapped. None: there is none, it is damaged (with a warning), or that of another key."""
     if not cache.exists():
         return None
@@ -205,16 +205,16 @@ def load_arrays(cache: Path, key: str) -> Arrays | None:
 
 
 def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) -> str:
-    """Of every byte of ``files``, and of several of their order and names. ``folder``: keeps it as that of ``name``."""
+    """Digest all bytes of ``files``, of several their order and names too. ``folder``: keeps it as that of ``name``."""
     top = os.path.commonpath([file.parent for file in files]) if files else ""
     labels = [os.path.relpath(file, top) for file in files] if len(files) > 1 else [""] * len(files)
     stamps = [_stamp(file) for file in files]
     facts = xxhash.xxh3_128(json.dumps([labels, stamps]).encode()).hexdigest()
     memory = None if folder is None else folder / f"{name}.content.json"
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        stored = {} if memory is None else json.loads(memory.read_text(encoding="utf-8"))
-        if stored["files"] == facts and isinstance(stored["xxh3_128"], str):
-            return str(stored["xxh3_128"])
+        record = {} if memory is None else json.loads(memory.read_text(encoding="utf-8"))
+        if record["files"] == facts and isinstance(record["xxh3_128"], str):
+            return str(record["xxh3_128"])
     is_settled = time_ns() - max((at for stamp in stamps for at in stamp[1:3]), default=0) > _SETTLED_NS
     digests = []
     for file in files:

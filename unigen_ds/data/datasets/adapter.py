@@ -98,12 +98,12 @@ class DatasetAdapter(ScannedDataset):
 
     @property
     def fingerprint(self) -> str:
-        """As of ``ScannedDataset``; with ``lengths()`` of them and of the data set's own ``fingerprint``."""
+        """``ScannedDataset``'s; a data set with ``lengths()`` has one of them and of its own ``fingerprint``."""
         own = getattr(self.dataset, "fingerprint", None)
         return fingerprint(super().fingerprint, own) if self._has_lengths else super().fingerprint
 
     def content_digests(self) -> Array:
-        """As of ``ScannedDataset``. With ``lengths()`` every item is read for it."""
+        """``ScannedDataset``'s. Of a data set with ``lengths()`` every item is read for it."""
         return self._read_all()[1] if self._has_lengths else super().content_digests()
 
     @cached_property
@@ -140,8 +140,8 @@ class DatasetAdapter(ScannedDataset):
         """``_scan`` of the data set's own ``lengths()``. Every token but the first counts as a target."""
         lengths, rows = self.dataset.lengths(), []
         if len(lengths) != len(self):
-            allowed = f"one for each of {len(self)} items"
-            raise DataError(f"{self.name}.lengths() has {len(lengths)} values", allowed=allowed)
+            requirement = f"one for each of {len(self)} items"
+            raise DataError(f"{self.name}.lengths() has {len(lengths)} values", allowed=requirement)
         for i, value in enumerate(lengths):
             where = f"{self.name}.lengths()[{i}]"
             tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
@@ -173,18 +173,18 @@ class DatasetAdapter(ScannedDataset):
         tokens = _token_split(item, where, getattr(self.processor, "vocab_size", None))
         tensors, roles = _images(item, where), item.get("image_roles")
         if roles is not None and (not isinstance(roles, (list, tuple)) or len(roles) != len(tensors)):
-            allowed = f"a list of {len(tensors)}, one for each image"
-            raise DataError(f"{where}.image_roles is {roles!r}", allowed=allowed)
+            requirement = f"a list of {len(tensors)}, one for each image"
+            raise DataError(f"{where}.image_roles is {roles!r}", allowed=requirement)
         images = []
         for i, tensor in enumerate(tensors):
             kind = self._kind(roles[i] if roles else None, f"{where}.image_roles[{i}]")
             images.append(self.processor.ready_image(tensor, kind, f"{where}.padded_images[{i}]"))
-        before, after = ([one for one in images if one.drawn is drawn] for drawn in (False, True))
-        document = not tensors and all(label >= 0 for label in tokens.labels[:-1])
-        return Sample((*before, tokens, *after), plain=document)
+        before, after = ([one for one in images if one.drawn is is_drawn] for is_drawn in (False, True))
+        is_document = not tensors and all(label >= 0 for label in tokens.labels[:-1])
+        return Sample((*before, tokens, *after), plain=is_document)
 
     def _item(self, index: int, pass_number: int, where: str) -> Mapping[str, Any]:
-        """As the data set returns it. Raises ``DataError`` where that fails, or is no dict of known keys."""
+        """Return what the data set has. Raises ``DataError`` where that fails, or is no dict of known keys."""
         try:
             with _keyed_random(derive_seed("adapter", index, pass_number)):
                 item = self.dataset[index]
@@ -212,7 +212,7 @@ _KEYS = ("input_ids", "attention_mask", "labels", "padded_images", "image_roles"
 _LARGEST = 16.0
 """Largest absolute value of a pixel: with published means and deviations it is below 5."""
 _ROLES: dict[str, ImageKind] = {"target": "noise", "condition": "vit", "edited": "vae"}
-"""Of an image of a user's own data set -> how it is encoded."""
+"""Role of an image of a user's own data set -> how the image is encoded."""
 
 
 @dataclass(frozen=True)
@@ -266,15 +266,15 @@ def _token_split(item: Mapping[str, Any], where: str, vocab_size: int | None) ->
     if not len(ids) == len(labels) == len(mask):
         sizes = f"{len(ids)}, {len(labels)} and {len(mask)} positions"
         raise DataError(f"{where}: input_ids, labels and attention_mask have {sizes}", allowed="the same length")
-    kept = [i for i, seen in enumerate(mask) if seen]
-    for name, values, positions, lowest in (("input_ids", ids, kept, 0), ("labels", labels, kept[1:], None)):
+    indices = [i for i, flag in enumerate(mask) if flag]
+    for name, values, positions, lowest in (("input_ids", ids, indices, 0), ("labels", labels, indices[1:], None)):
         for i in positions:
             if (lowest is not None and values[i] < lowest) or (vocab_size is not None and values[i] >= vocab_size):
-                known = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1:,}, the ids of the model"
-                allowed = known + ", and -100" * (lowest is None)
-                raise DataError(f"{where}.{name}[{i}] is {values[i]}", allowed=allowed)
-    shifted = [labels[i] for i in kept[1:]] + [-100] * bool(kept)
-    return TokenSplit(tuple(ids[i] for i in kept), tuple(label if label >= 0 else -100 for label in shifted))
+                choices = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1:,}, the ids of the model"
+                choices += ", and -100" * (lowest is None)
+                raise DataError(f"{where}.{name}[{i}] is {values[i]}", allowed=choices)
+    targets = [labels[i] for i in indices[1:]] + [-100] * bool(indices)
+    return TokenSplit(tuple(ids[i] for i in indices), tuple(label if label >= 0 else -100 for label in targets))
 
 
 def _numbers(item: Mapping[str, Any], key: str, where: str) -> list[int]:
@@ -298,8 +298,8 @@ def _images(item: Mapping[str, Any], where: str) -> Sequence[Tensor]:
         images = [images] if images.ndim == 3 else [*images]
     several = isinstance(images, (list, tuple, NoneType))
     if not several or not all(isinstance(one, Tensor) and one.ndim == 3 for one in images or ()):
-        allowed = "None, [C, H, W], [n, C, H, W] or a list of [C, H, W]"
-        raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed=allowed)
+        choices = "None, [C, H, W], [n, C, H, W] or a list of [C, H, W]"
+        raise DataError(f"{where}.padded_images is {type(images).__name__}", allowed=choices)
     for i, image in enumerate(images or ()):
         wrong = "" if image.is_floating_point() else f"of {image.dtype}"
         if not wrong and image.numel() and float(image.abs().max()) > _LARGEST:  # not a number: NanGuardHook counts it

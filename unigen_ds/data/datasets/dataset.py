@@ -31,7 +31,7 @@ from unigen_ds.data.samples.sample import Array, Counts, Sample, count, record_d
 from unigen_ds.data.sources.base import Row
 from unigen_ds.data.sources.find import default_name, open_source
 
-_LISTED = 5
+_EXAMPLES = 5
 
 
 class PlannedDataset(Protocol):
@@ -55,7 +55,7 @@ class PlannedDataset(Protocol):
         """Changes whenever a record, its byte range or its length may change. Contains no path: data may be moved."""
 
     def prefix_digest(self, number: int) -> str:
-        """Of the first ``number`` records: the same for every data set that begins with them, whatever comes after."""
+        """Digest of the first ``number`` records: the same for every data set that begins with them."""
 
 
 @DATASETS.register_module()
@@ -155,7 +155,7 @@ class UnifiedGenerationDataset:
         return shard
 
     def __len__(self) -> int:
-        """Of a streamed data set: the records of its first shard, as of ``lengths`` and ``counts``."""
+        """Number of records. A streamed data set has those of its first shard, also in ``lengths`` and ``counts``."""
         return len(self.index)
 
     def lengths(self) -> tuple[Array, Array]:
@@ -192,8 +192,8 @@ class UnifiedGenerationDataset:
         return self.index.digest if self.shards is None else self.shards.fingerprint
 
     def prefix_digest(self, number: int) -> str:
-        streamed = () if self.shards is None else (self.shards.fingerprint,)
-        return prefix_digest(self.index.records, number, self.processor.fingerprint, *streamed)
+        shards = () if self.shards is None else (self.shards.fingerprint,)
+        return prefix_digest(self.index.records, number, self.processor.fingerprint, *shards)
 
     def forget_mended(self) -> bool:
         """``Index.forget_mended``; False of a streamed data set."""
@@ -249,7 +249,7 @@ class ScannedDataset:
         return Counts.of(rows), np.asarray(records, dtype=np.int64), digest.hexdigest()
 
     def _sample_or_none(self, index: int) -> Sample:
-        """For a subclass that leaves records out: an empty one for these."""
+        """Return a sample; a subclass that leaves records out returns an empty one for these."""
         return self.sample(index)
 
     def unusable(self) -> Sequence[BadRecord]:
@@ -264,7 +264,7 @@ class ScannedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Of the ``repr`` of every sample: of ids, labels and image sizes; pixels are not read."""
+        """Digest of the ``repr`` of every sample: ids, labels and image sizes; pixels are not read."""
         return fingerprint(len(self), self._scan[2])
 
     def prefix_digest(self, number: int) -> str:
@@ -283,11 +283,11 @@ def check_readable(datasets: Sequence[PlannedDataset], names: Sequence[str]) -> 
             continue
         shards = getattr(dataset, "shards", None)
         errors: dict[str, str] = {}
-        for index in np.flatnonzero(counts.unreadable)[: 4 * _LISTED].tolist():
+        for index in np.flatnonzero(counts.unreadable)[: 4 * _EXAMPLES].tolist():
             errors |= {split.source: split.error for split in dataset.sample(index).splits if split.error}
         raise DataError(
-            f"{name if shards is None else shards.titled(name)}: none of its {int(counts.images.sum()):,}"
-            " images can be read. The first:\n  " + "\n  ".join([*errors.values()][:_LISTED]),
+            f"{name if shards is None else shards.title(name)}: none of its {int(counts.images.sum()):,}"
+            " images can be read. The first:\n  " + "\n  ".join([*errors.values()][:_EXAMPLES]),
             remedy=f"relative image paths start at {getattr(dataset, 'image_root', None)}: image_root=FOLDER is another"
             " one; images as single files beside urls are not fetched",
         )
@@ -300,8 +300,8 @@ def is_streamed(dataset: PlannedDataset) -> bool:
 
 def planned_tokens(dataset: PlannedDataset, index: int) -> int:
     """Tokens of a record, untruncated."""
-    known: Any = getattr(dataset, "num_tokens", None)
-    return int(dataset.lengths()[0][index] if known is None else known(index))
+    num_tokens: Any = getattr(dataset, "num_tokens", None)
+    return int(dataset.lengths()[0][index] if num_tokens is None else num_tokens(index))
 
 
 def source_names(datasets: Sequence[PlannedDataset]) -> tuple[str, ...]:

@@ -16,13 +16,14 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from unigen_ds.config.registry import FILTERS, checked
-from unigen_ds.data.records.records import RATINGS, Layout, Turn, rated_out
+from unigen_ds.data.records.ratings import RATING_KEYS, RATINGS, low_ratings
+from unigen_ds.data.records.records import Layout, Turn
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.sources.base import Row
 
 Most = Annotated[int, Ge(0)] | None
-RATED = "rated"
-"""Of ``RatingFilter.rules``: questions of records that have ratings."""
+RATED_QUESTIONS = "rated"
+"""The rule of ``RatingFilter`` that counts all questions of records that have ratings."""
 
 
 class CheckedRecord:
@@ -31,15 +32,15 @@ class CheckedRecord:
     def __init__(self, entry: Row, layout: Layout, processor: ConversationProcessor, counts: Mapping[str, int]) -> None:
         self._entry, self._layout, self._processor, self.counts = entry, layout, processor, counts
         self.where: object = entry.where
-        """As text ``train.jsonl:17``: it begins every message about the record."""
+        """Position of the record, as text ``train.jsonl:17``: it begins every message about the record."""
         self.num_text_tokens = counts["tokens"] - counts["image_tokens"]
         self.num_tiles = counts["tiles"]
         """Images that a vision tower or the VAE encodes as conditions; of a ``VLM`` its tiles."""
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """Of its file, under the names of a layout (``columns``); images inside of the file are ``StoredImage``."""
-        return self._layout.named(self._entry.record, self.where)
+        """Values of the record under the names of a layout (``columns``); images in its file are ``StoredImage``."""
+        return self._layout.rename_keys(self._entry.record, self.where)
 
     @cached_property
     def turns(self) -> Sequence[Turn]:
@@ -79,7 +80,7 @@ class RecordFilter:
 
     @property
     def settings(self) -> str:
-        """In messages, and for recognising what was decided before."""
+        """Class and arguments as text, for messages, and to find what was decided before."""
         values = [(key, value) for key, value in sorted(vars(self).items()) if value is not None and key != "ratings"]
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in values)})"
 
@@ -108,7 +109,7 @@ class RatingFilter(RecordFilter):
         formatting_min_rating: the same of ``formatting_ratings``.
     """
 
-    rules = (*RATINGS, RATED)
+    rules = (*RATINGS, RATED_QUESTIONS)
 
     @checked()
     def __init__(
@@ -126,13 +127,12 @@ class RatingFilter(RecordFilter):
         self.ratings = tuple((rule, getattr(self, f"{rule}_min_rating")) for rule in RATINGS)
 
     def keeps(self, record: CheckedRecord) -> bool:
-        removed = rated_out(record.values, self.ratings, record.where)
-        return not removed or None in removed
+        names = low_ratings(record.values, self.ratings, record.where)
+        return not names or None in names
 
     def removed_parts(self, record: CheckedRecord) -> Sequence[int]:
-        removed = rated_out(record.values, self.ratings, record.where)
-        rated = any(record.values.get(f"{rule}_ratings") for rule in RATINGS)
-        return [*map(removed.count, RATINGS), len(removed) if rated else 0]
+        names = low_ratings(record.values, self.ratings, record.where)
+        return [*map(names.count, RATINGS), len(names) if any(map(record.values.get, RATING_KEYS)) else 0]
 
 
 @FILTERS.register_module()

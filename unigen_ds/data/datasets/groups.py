@@ -38,12 +38,12 @@ class DataGroup(Section):
 @dataclass(frozen=True)
 class Blend:
     weights: tuple[Weight, ...] | None = None
-    """Of each source; None: every record once an epoch."""
+    """Weight of each source; None: every record is used once an epoch."""
     mandatory: tuple[tuple[int, ...], ...] = ()
     """Numbers of the sources of each mandatory group."""
     names: tuple[str, ...] = ()
     facts: dict[str, Any] | None = None
-    """For the manifest: groups and sources as given; None: there are no groups."""
+    """Groups and sources as in the config, for the manifest; None: there are no groups."""
 
 
 def blend(
@@ -51,9 +51,9 @@ def blend(
     sizes: Sequence[int],
     groups: Mapping[str, DataGroup],
     *,
-    skipped: Sequence[tuple[str, str | None]] = (),
+    skips: Sequence[tuple[str, str | None]] = (),
 ) -> Blend:
-    """Raises ``ConfigError`` where groups do not fit the sources, ``DataError`` where all of one are ``skipped``."""
+    """Raises ``ConfigError`` where groups do not fit the sources, ``DataError`` where one has nothing but ``skips``."""
     of_sources = [getattr(dataset, "group", None) for dataset in datasets]
     for dataset, group in zip(datasets, of_sources, strict=True):
         if group not in groups and (group is not None or groups):
@@ -71,9 +71,9 @@ def blend(
     shares: list[Weight] = [0.0] * len(datasets)
     members = {name: [k for k, group in enumerate(of_sources) if group == name] for name in groups}
     for name, sources in members.items():
-        if left := [one for one, group in skipped if group == name and not sources]:
+        if names := [one for one, group in skips if group == name and not sources]:
             raise DataError(
-                f"{_KEY}: every data set of the group {name} is skipped (on_error='skip'): {', '.join(left)}",
+                f"{_KEY}: every data set of the group {name} is skipped (on_error='skip'): {', '.join(names)}",
                 remedy="see the warnings above; without its data the group has to be removed from the config",
             )
         if not sources:
@@ -83,10 +83,10 @@ def blend(
         for k, part in zip(sources, parts, strict=True):
             shares[k] = str(exact(groups[name].weight) / total * part / sum(parts))
     mandatory = [name for name, group in groups.items() if group.mandatory]
-    streamed = [dataset.name for dataset in datasets if is_streamed(dataset)]
-    if mandatory and streamed:
+    streams = [dataset.name for dataset in datasets if is_streamed(dataset)]
+    if mandatory and streams:
         raise ConfigError(
-            f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streamed[0]} is streamed",
+            f"the group {mandatory[0]} is mandatory, which needs the lengths of all samples; {streams[0]} is streamed",
             remedy="mandatory=False, or data sets without streaming",
         )
     settings = {name: {"weight": float(group.weight), "mandatory": group.mandatory} for name, group in groups.items()}
@@ -111,10 +111,10 @@ def dataset_weights(datasets: Sequence[PlannedDataset]) -> list[float] | None:
                 allowed="a positive number",
                 remedy=f"remove {dataset.name} from the list to train without it",
             )
-    streamed = [dataset.name for dataset in datasets if is_streamed(dataset)]
-    if streamed and not weights and len(datasets) > 1:
+    streams = [dataset.name for dataset in datasets if is_streamed(dataset)]
+    if streams and not weights and len(datasets) > 1:
         raise ConfigError(
-            f"{streamed[0]} is streamed, so nobody knows how many records it has beside those of the other data sets",
+            f"{streams[0]} is streamed, so nobody knows how many records it has beside those of the other data sets",
             remedy="weight=... of each data set",
         )
     return weights or None
@@ -131,19 +131,18 @@ def check_mandatory(
         kind = "None" if packer is None else type(packer).__name__
         problem = f"{title} must be in every sequence, and train_dataloader.packing is {kind}"
         raise ConfigError(problem, remedy="packing=dict(type='BestFitPacking'), or another packer that knows them")
-    larger = "a larger seq_length, or train_dataloader.max_sample_tokens"
-    limits = [("tokens", tokens, seq_length, larger)]
+    limits = [("tokens", tokens, seq_length, "a larger seq_length, or train_dataloader.max_sample_tokens")]
     if (max_tiles := getattr(packer, "max_tiles", None)) is not None:
         limits.append(("images", tiles, max_tiles, "a larger max_tiles of the packer"))
     for what, columns, limit, remedy in limits:
         most = [min(int(column.max(initial=0)), limit) for column in columns]
-        reserved = sum(max(most[k] for k in group) for group in blend.mandatory)
-        left = max(limit - reserved, 0)
+        reserve = sum(max(most[k] for k in group) for group in blend.mandatory)
+        rest = max(limit - reserve, 0)
         beside = [column for k, column in enumerate(columns) if not any(k in group for group in blend.mandatory)]
-        over = sum(int((column > left).sum()) for column in beside)
-        if reserved > limit or (over and reserved):
+        over = sum(int((column > rest).sum()) for column in beside)
+        if reserve > limit or (over and reserve):
             raise DataError(
-                f"{title} must be in every sequence, which needs up to {reserved:,} {what} of {limit:,}: {over:,}"
-                f" samples of other groups have more than the {left:,} {what} that are left",
+                f"{title} must be in every sequence, which needs up to {reserve:,} {what} of {limit:,}: {over:,}"
+                f" samples of other groups have more than the {rest:,} {what} that are left",
                 remedy=remedy,
             )

@@ -30,7 +30,7 @@ _BY_KIND: dict[str | None, dict[str, Action]] = {
     None: {"text": "split", "conversation": "skip", "images": "skip"},
     "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
 }
-_LISTED = 5
+_EXAMPLES = 5
 _MOST_LOST = 0.5
 
 
@@ -48,7 +48,7 @@ class Overflow:
         return _BY_KIND[self.setting]
 
 
-class Fitted:
+class FittedSource:
     """One source, fitted to sequences of ``overflow.seq_length`` tokens."""
 
     positions: int | None = None
@@ -66,12 +66,12 @@ class Fitted:
         """Records that are too long, by what happens to them."""
         units = self._units() if self.longer.size else {"tokens": tokens, "tiles": tiles}
         self.tokens: Array = units["tokens"]
-        """Of each unit. Without a longer record the index's own, which needs no memory of the process."""
+        """Tokens of each unit. Without a longer record it is the index's own array, which needs no memory."""
         self.tiles: Array = units["tiles"]
         self._records, self._pieces = units.get("records"), units.get("pieces")
 
     def _units(self) -> dict[str, Array]:
-        """Of each unit: its record, its piece or -1, tokens and tiles."""
+        """Return the record of each unit, its piece or -1, its tokens and its tiles."""
         limit, (tokens, tiles) = self.overflow.seq_length, self.dataset.lengths()
         split, skip = self.by_action["split"], self.by_action["skip"]
         number = np.ones(len(tokens), dtype=np.int64)
@@ -102,12 +102,12 @@ class Fitted:
         filtering = filtering_of(self.dataset)
         return () if filtering is None else filtering.unusable
 
-    def titled(self, name: str) -> str:
+    def title(self, name: str) -> str:
         """How messages call what the numbers of this source are of: a streamed one is measured in part."""
         return name
 
     @property
-    def touched(self) -> dict[str, Action]:
+    def long_kinds(self) -> dict[str, Action]:
         """What happens to the kinds of records that have a long one: enters the fingerprint of the data."""
         present = {KINDS[kind] for kind in np.unique(self.dataset.counts().kind[self.longer]).tolist()}
         return {kind: action for kind, action in self.overflow.actions.items() if kind in present}
@@ -116,11 +116,11 @@ class Fitted:
     def kept_sums(self) -> dict[str, int]:
         """Sums of the columns ``CONTENT`` of what is trained on. Reads truncated records once (cached)."""
         counts, cut = self.dataset.counts(), self.by_action["truncate"]
-        lost = np.concatenate([self.by_action["skip"], self.by_action["error"], cut])
+        numbers = np.concatenate([self.by_action["skip"], self.by_action["error"], cut])
 
         def make() -> dict[str, Array]:
             samples = (self.dataset.sample(index) for index in cut.tolist())
-            rows = [count(sample.truncated(self.overflow.seq_length)) for sample in samples]
+            rows = [count(sample.truncate(self.overflow.seq_length)) for sample in samples]
             return {"rows": np.asarray(rows, dtype=np.int64)}
 
         rows = np.empty((0, len(COLUMNS)), dtype=np.int64)
@@ -130,76 +130,76 @@ class Fitted:
             rows = load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
         columns = {name: getattr(counts, name) for name in CONTENT}
         return {
-            name: int(column.sum() - column[lost].sum()) + int(rows[:, COLUMNS.index(name)].sum())
+            name: int(column.sum() - column[numbers].sum()) + int(rows[:, COLUMNS.index(name)].sum())
             for name, column in columns.items()
         }
 
     @property
-    def lost(self) -> dict[str, int]:
+    def lost_targets(self) -> dict[str, int]:
         """Targets of each loss term that are not trained on."""
         counts, names = self.dataset.counts(), {kind: f"{kind}_targets" for kind in ("text", "image", "other")}
         return {kind: int(getattr(counts, name).sum()) - self.kept_sums[name] for kind, name in names.items()}
 
     def report(self, name: str) -> dict[str, Any]:
         """Plain numbers. ``name``: of the source in sample ids."""
-        counts, lost, targets = self.dataset.counts(), self.lost, dict[str, int]()
+        counts, lost_targets, targets = self.dataset.counts(), self.lost_targets, dict[str, int]()
         for kind in ("text", "image", *["other"] * bool(counts.other_targets.any())):
             targets[f"{kind}_targets"] = int(getattr(counts, f"{kind}_targets").sum())
-            targets[f"{kind}_targets_lost"] = lost[kind]
+            targets[f"{kind}_targets_lost"] = lost_targets[kind]
         return {
             "records": len(self.dataset),
             "seq_length": self.overflow.seq_length,
             "key": self.overflow.key,
             "longer": len(self.longer),
-            **{_DONE[action]: len(self.by_action[action]) for action in ACTIONS},
+            **{_OUTCOMES[action]: len(self.by_action[action]) for action in ACTIONS},
             "pieces": int(num_pieces(counts.tokens[self.by_action["split"]], self.overflow.seq_length).sum()),
             "skipped_records": sample_ids(name, self.dataset, self.by_action["skip"]),
             **targets,
-            "share_lost": sum(lost.values()) / max(int(counts.targets.sum()), 1),
+            "share_lost": sum(lost_targets.values()) / max(int(counts.targets.sum()), 1),
         }
 
 
-_DONE: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
+_OUTCOMES: dict[Action, str] = {"split": "split", "truncate": "truncated", "error": "refused", "skip": "skipped"}
 
 
 def overflow_line(report: Mapping[str, Any]) -> str:
-    """``Fitted.report`` as a sentence."""
+    """``FittedSource.report`` as a sentence."""
     records, limit = report["records"], f"{report['key']} {report['seq_length']:,}"
     if not report["longer"]:
         return f"all {records:,} records fit {limit}: 0.0% of the targets are lost"
     more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({_first(report['skipped_records'])})"}
-    done = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _DONE.values() if report[what]]
-    lost = (
+    parts = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _OUTCOMES.values() if report[what]]
+    targets = (
         f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
         for kind in ("text", "image", "other")
         if f"{kind}_targets" in report
     )
     return (
-        f"{report['longer']:,} of {records:,} records are longer than {limit}: {', '.join(done)};"
-        f" {report['share_lost']:.1%} of the targets are lost ({', '.join(lost)})"
+        f"{report['longer']:,} of {records:,} records are longer than {limit}: {', '.join(parts)};"
+        f" {report['share_lost']:.1%} of the targets are lost ({', '.join(targets)})"
     )
 
 
 def _first(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:_LISTED]) + ", ..." * (len(ids) > _LISTED)
+    return ", ".join(ids[:_EXAMPLES]) + ", ..." * (len(ids) > _EXAMPLES)
 
 
-def check_refused(source: Fitted, name: str, title: str) -> None:
+def check_refused(source: FittedSource, name: str, title: str) -> None:
     """Raise ``DataError`` where a record is too long and ``overflow`` is 'error'. ``name``: as in sample ids."""
-    refused, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
-    if refused.size:
+    records, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
+    if records.size:
         raise DataError(
-            f"{title}: {len(refused):,} of {len(source.dataset):,} records are longer than {key} {limit:,}"
-            f" ({_first(sample_ids(name, source.dataset, refused))}), and train_dataloader.overflow is 'error'",
+            f"{title}: {len(records):,} of {len(source.dataset):,} records are longer than {key} {limit:,}"
+            f" ({_first(sample_ids(name, source.dataset, records))}), and train_dataloader.overflow is 'error'",
             remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
             " 'split', 'truncate' or 'skip'",
         )
 
 
-def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
+def check_overflow(sources: Sequence[FittedSource], names: Sequence[str]) -> None:
     """Raise ``DataError`` where ``check_refused`` does, or where most image targets, or all targets, would be lost."""
     for name, source in zip(names, sources, strict=True):
-        title, limit, key = source.titled(name), source.overflow.seq_length, source.overflow.key
+        title, limit, key = source.title(name), source.overflow.seq_length, source.overflow.key
         check_refused(source, name, title)
         counts, tokens = source.dataset.counts(), source.dataset.lengths()[0]
         remedy = f"a train_dataloader.{key} of {int(tokens.min()):,} or more (the longest: {int(tokens.max()):,})"
@@ -209,27 +209,27 @@ def check_overflow(sources: Sequence[Fitted], names: Sequence[str]) -> None:
             raise DataError(
                 f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,}", remedy=remedy
             )
-        total, lost = int(counts.image_targets.sum()), source.lost["image"]
-        if lost > _MOST_LOST * total:
+        total, lost_targets = int(counts.image_targets.sum()), source.lost_targets["image"]
+        if lost_targets > _MOST_LOST * total:
             raise DataError(
-                f"{title}: {lost:,} of {total:,} image targets do not fit {key} {limit:,}",
+                f"{title}: {lost_targets:,} of {total:,} image targets do not fit {key} {limit:,}",
                 allowed="at most half of a source's image targets lost",
                 remedy=f"{remedy}, or a smaller max_size of processor.vae_transform",
             )
         targets = int(counts.targets.sum())
-        if targets and sum(source.lost.values()) == targets:
+        if targets and sum(source.lost_targets.values()) == targets:
             problem = f"{title}: all {targets:,} targets are lost: what of its records fits {key} {limit:,} has none"
             raise DataError(problem, allowed="records that leave something to learn", remedy=remedy)
 
 
-def check_positions(sources: Sequence[Fitted], names: Sequence[str], *, limit: int | None) -> None:
+def check_positions(sources: Sequence[FittedSource], names: Sequence[str], *, limit: int | None) -> None:
     """Raise ``DataError`` where a document is longer than the ``limit`` of positions that a model has (None: any)."""
     for name, source in zip(names, sources, strict=True):
         source.positions, longest = limit, int(source.tokens.max(initial=0))
         if limit is not None and longest > limit:
             number = int((source.tokens > limit).sum())
             raise DataError(
-                f"{source.titled(name)}: {number:,} of {len(source.tokens):,} samples have more tokens (up to"
+                f"{source.title(name)}: {number:,} of {len(source.tokens):,} samples have more tokens (up to"
                 f" {longest:,}) than the model has positions, model.llm.max_position_embeddings {limit:,}",
                 remedy=f"train_dataloader.seq_length of at most {limit:,}: longer texts are split",
             )

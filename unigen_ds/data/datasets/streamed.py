@@ -36,7 +36,7 @@ SPAN = 10**9
 _FORMAT = "unigen-streamed-1"
 _RECORDS, _DIGEST = "shard_records", "shard_digest"
 """Arrays of a shard's index: how many records it has, and the quick digest of its file."""
-_DIGESTED = 8
+_DIGEST_MIB = 8
 """MiB of a copy that are compared when it is opened."""
 _MOST_RECORDS = 1 << 20
 _T = TypeVar("_T", bound=Sized)
@@ -56,13 +56,13 @@ class Streaming(Section):
 class ShardSource(RecordSource):
     """The records of one shard, fetched for the first. ``own_folder``: image paths start at that of a local shard."""
 
-    def __init__(self, shard: DataShard, listed: ShardList, *, own_folder: bool = False) -> None:
-        super().__init__(Path(shard.file_name), label=shard.name, folder=listed.index_folder)
-        self.shard, self._listed = shard, listed
-        self._moved = listed.root is not None and own_folder and Path(shard.url).parent != listed.root
-        self.captions, self.batch = listed.captions, listed.batch  # type: ignore[misc]
+    def __init__(self, shard: DataShard, shard_list: ShardList, *, own_folder: bool = False) -> None:
+        super().__init__(Path(shard.file_name), label=shard.name, folder=shard_list.index_folder)
+        self.shard, self._shard_list = shard, shard_list
+        self._moved = shard_list.root is not None and own_folder and Path(shard.url).parent != shard_list.root
+        self.captions, self.batch = shard_list.captions, shard_list.batch  # type: ignore[misc]
         self._arrays: Arrays = {}
-        self._opened: tuple[int, RecordSource] | None = None
+        self._records: tuple[int, RecordSource] | None = None
         """The inode of the shard's file, and its records."""
 
     @property
@@ -75,17 +75,17 @@ class ShardSource(RecordSource):
 
     @property
     def root(self) -> Path:
-        return Path(self.shard.url).parent if self._moved else self._listed.root or self._listed.folder
+        return Path(self.shard.url).parent if self._moved else self._shard_list.root or self._shard_list.folder
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint(*self._listed.facts)
+        return fingerprint(*self._shard_list.facts)
 
     def index_folder(self, cache_dir: Path | None) -> Path:
-        return self._listed.index_folder
+        return self._shard_list.index_folder
 
     def content_digest(self, folder: Path | None) -> str:
-        """Of what is known without reading it."""
+        """Digest of what is known of the shard without reading it."""
         return fingerprint(_FORMAT, *self.shard.facts)
 
     def scan(self) -> Arrays:
@@ -95,11 +95,11 @@ class ShardSource(RecordSource):
             self.notes = source.notes
             if len(source) >= SPAN:
                 raise DataError(f"{self.title} has {len(source):,} records", allowed=f"fewer than {SPAN:,} in a shard")
-            digest = np.frombuffer(bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)), np.uint8)
+            digest = np.frombuffer(bytes.fromhex(quick_digest(source.origin, blocks=_DIGEST_MIB)), np.uint8)
             return {**arrays, _RECORDS: np.asarray([len(source)], np.int64), _DIGEST: digest}
 
     def use(self, arrays: Arrays) -> None:
-        self._arrays, self._opened = arrays, None
+        self._arrays, self._records = arrays, None
 
     def __len__(self) -> int:
         return int(self._arrays[_RECORDS][0])
@@ -111,18 +111,18 @@ class ShardSource(RecordSource):
     @contextmanager
     def _reading(self) -> Iterator[RecordSource]:
         """The source of the shard's file. Raises ``DataError`` where it is another file than that of the index."""
-        inode = self._listed.file_of(self.shard).stat().st_ino
+        inode = self._shard_list.file_of(self.shard).stat().st_ino
         try:
-            if self._opened is None or self._opened[0] != inode:
-                self._opened = inode, self._open()
-            yield self._opened[1]
+            if self._records is None or self._records[0] != inode:
+                self._records = inode, self._open()
+            yield self._records[1]
         except DataError as error:
             raise error.at(self.title) from error
 
     def _open(self) -> RecordSource:
-        source = self._listed.open(self.shard)
+        source = self._shard_list.open(self.shard)
         if self._arrays:
-            if bytes.fromhex(quick_digest(source.origin, blocks=_DIGESTED)) != self._arrays[_DIGEST].tobytes():
+            if bytes.fromhex(quick_digest(source.origin, blocks=_DIGEST_MIB)) != self._arrays[_DIGEST].tobytes():
                 raise DataError(
                     "its content is not that of its index: the shard changed",
                     remedy="restore it, then continue with --resume; --on-data-change continues with changed data;"
@@ -167,43 +167,43 @@ class StreamedShards:
         **build: Any,
     ) -> None:
         options: dict[str, Any] = {"storage_options": settings.storage_options, "attempts": settings.attempts}
-        self.listed = ShardList(data_path, format=format, cache_dir=cache_dir, **options)
+        self.shard_list = ShardList(data_path, format=format, cache_dir=cache_dir, **options)
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
-        self._layout = replace(layout, captions=layout.captions or self.listed.captions)
-        self.mixed = min(settings.mixed_shards, len(self))
+        self._layout = replace(layout, captions=layout.captions or self.shard_list.captions)
+        self.num_mixed = min(settings.mixed_shards, len(self))
         self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
         self._ahead: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
 
     def __len__(self) -> int:
-        return len(self.listed.shards)
+        return len(self.shard_list.shards)
 
     @property
-    def measured(self) -> str:
+    def measured_part(self) -> str:
         """The part that a start measures: all that it reports of records is of it."""
-        return f"shard {self.listed.shards[0].name} (1 of {len(self):,})"
+        return f"shard {self.shard_list.shards[0].name} (1 of {len(self):,})"
 
-    def titled(self, name: str) -> str:
+    def title(self, name: str) -> str:
         """How messages call what is measured of the data set ``name``."""
-        return f"{name}, {self.measured}" if len(self) > 1 else name
+        return f"{name}, {self.measured_part}" if len(self) > 1 else name
 
     @property
     def size(self) -> int | None:
         """Bytes of all; None: not known."""
-        sizes = [shard.size for shard in self.listed.shards]
+        sizes = [shard.size for shard in self.shard_list.shards]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     @property
     def fingerprint(self) -> str:
         """Changes with every name, size and version of a shard, and with what decides how they are read and mixed."""
-        listed, layout = self.listed, self._layout
-        facts = (*listed.facts, layout.folders, *layout.facts, *self._facts)
-        shards = [shard.facts for shard in listed.shards]
+        shard_list, layout = self.shard_list, self._layout
+        facts = (*shard_list.facts, layout.folders, *layout.facts, *self._facts)
+        shards = [shard.facts for shard in shard_list.shards]
         return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, *facts)
 
     def index(self, shard: int) -> Index:
-        """Of a shard, from the cache or by fetching and planning it. Raises ``DataError`` where that is impossible."""
+        """Return the index of a shard, from the cache, or made of the fetched shard. Raises ``DataError``."""
         return self._recent[shard]
 
     def prepare(self, shards: Sequence[int]) -> None:
@@ -217,7 +217,7 @@ class StreamedShards:
         def work() -> None:
             for shard in new:
                 try:
-                    self.listed.file_of(self.listed.shards[shard])  # also where its index is known
+                    self.shard_list.file_of(self.shard_list.shards[shard])  # also where its index is known
                     self._build(shard, processor)  # whose file the next one that asks for it waits for
                 except Exception as error:
                     logger().debug("shard %d was not prepared: %s", shard, error)
@@ -225,5 +225,5 @@ class StreamedShards:
         threading.Thread(target=work, name="streamed-shards", daemon=True).start()
 
     def _build(self, shard: int, processor: ConversationProcessor | None = None) -> Index:
-        source = ShardSource(self.listed.shards[shard], self.listed, own_folder=self._layout.folders)
+        source = ShardSource(self.shard_list.shards[shard], self.shard_list, own_folder=self._layout.folders)
         return Index.build(source, processor or self.processor, layout=self._layout, **self._build_options)

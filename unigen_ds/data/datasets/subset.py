@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.datasets.dataset import PlannedDataset, UnifiedGenerationDataset, is_streamed, source_names
-from unigen_ds.data.datasets.filters import RATED, CheckedRecord, RecordFilter
+from unigen_ds.data.datasets.filters import RATED_QUESTIONS, CheckedRecord, RecordFilter
 from unigen_ds.data.index.index import batches
 from unigen_ds.data.order.order import mix_many
-from unigen_ds.data.records.unusable import LIST_FILE, SKIPPED, BadRecord
+from unigen_ds.data.records.unusable import LIST_FILE, SKIP_KEY, BadRecord
 from unigen_ds.data.samples.sample import COLUMNS, Array, Counts, Sample
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger, notice
@@ -57,8 +57,8 @@ class Subset:
     @cached_property
     def _counts(self) -> Counts:
         first = len(self) == int(self.numbers[-1:].sum()) + 1  # the first ones: views, which need no memory
-        counts, chosen = self.whole.counts(), slice(len(self)) if first else self.numbers
-        return Counts(*(getattr(counts, name)[chosen] for name in COLUMNS))
+        counts, rows = self.whole.counts(), slice(len(self)) if first else self.numbers
+        return Counts(*(getattr(counts, name)[rows] for name in COLUMNS))
 
     def sample(self, index: int, *, pass_number: int = 0) -> Sample:
         return self.whole.sample(int(self.numbers[index]), pass_number=pass_number)
@@ -68,7 +68,7 @@ class Subset:
         return fingerprint(self.whole.fingerprint, *self.choice.facts(self.numbers))
 
     def prefix_digest(self, number: int) -> str:
-        """As of ``PlannedDataset``. Covers the records between them that are not chosen, too."""
+        """Digest of the first ``number`` records, and of those between them that are not chosen."""
         numbers = self.numbers[:number]
         whole = self.whole.prefix_digest(int(numbers[-1]) + 1 if number else 0)
         facts = self.choice.prefix_facts(numbers)
@@ -142,14 +142,14 @@ class Division:
     """How the records are divided into those that are trained on and those for validation."""
 
     share: float
-    """Of the records, in (0, 1), that are not trained on; of many records: each is drawn on its own."""
+    """Share of the records, in (0, 1), that is not trained on; about this share, as each record is drawn on its own."""
     seed: int
 
-    def drawn(self, digests: Array) -> NDArray[np.float64]:
+    def draw(self, digests: Array) -> NDArray[np.float64]:
         """[N] a number in [0, 1) of each record: below ``share`` it is in the share, so a larger one contains it."""
         key = np.uint64(derive_seed(self.seed, "validation"))
-        drawn = mix_many(digests.astype(np.int64).view(np.uint64) ^ key) >> np.uint64(11)
-        return drawn.astype(np.float64) / 2.0**53
+        draws = mix_many(digests.astype(np.int64).view(np.uint64) ^ key) >> np.uint64(11)
+        return draws.astype(np.float64) / 2.0**53
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def divide(datasets: Sequence[PlannedDataset], division: Division) -> tuple[list
                 remedy=f"add content_digests(self) to {kind.__name__}: 64 bits of each record as an int64 array; or"
                 " give val_dataloader a dataset of its own",
             )
-        is_held_out = division.drawn(dataset.content_digests()) < division.share  # type: ignore[attr-defined]
+        is_held_out = division.draw(dataset.content_digests()) < division.share  # type: ignore[attr-defined]
         training.append(Subset(dataset, np.flatnonzero(~is_held_out), Side(division, "train")))
         validation.append(Subset(dataset, np.flatnonzero(is_held_out), Side(division, "validation")))
         if not len(training[-1]):
@@ -208,8 +208,8 @@ class Filtering:
     settings: tuple[str, ...]
     report: Mapping[str, Any]
     """Plain numbers: records, those that each filter removes (the first one that does), and questions by rating."""
-    removed: Array
-    """Of each record the number of the filter that removes it, from 1; one more: ``on_record_error``; 0: none."""
+    filter_numbers: Array
+    """Number of the filter that removes each record, from 1; one more: ``on_record_error``; 0: none removes it."""
     unusable: Sequence[BadRecord]
 
     def facts(self, numbers: Array) -> tuple[object, ...]:
@@ -226,10 +226,10 @@ def apply_filters(dataset: Any) -> Any:
     """Return the data set, or what its filters keep of it. Raises ``DataError`` where that is nothing."""
     if is_streamed(whole_of(dataset)):
         return dataset  # each shard is filtered when it is reached
-    kept = kept_records(dataset)
-    if kept is not dataset and not len(kept):
-        raise all_removed(kept, kept.name)
-    return kept
+    subset = kept_records(dataset)
+    if subset is not dataset and not len(subset):
+        raise all_removed(subset, subset.name)
+    return subset
 
 
 def kept_records(dataset: Any) -> Any:
@@ -242,21 +242,21 @@ def kept_records(dataset: Any) -> Any:
     unusable = [one for one in whole.unusable() if one.number - first < number]
     if not filters and not unusable:
         return dataset
-    removed, parts = np.zeros(number, dtype=np.int64), np.zeros((number, 0), dtype=np.int64)
+    filter_numbers, parts = np.zeros(number, dtype=np.int64), np.zeros((number, 0), dtype=np.int64)
     if filters:
-        removed, parts = (array[:number].copy() for array in _decide(whole))
-    removed[[one.number - first for one in unusable]] = len(filters) + 1
+        filter_numbers, parts = (array[:number].copy() for array in _decide(whole))
+    filter_numbers[[one.number - first for one in unusable]] = len(filters) + 1
     names: list[str] = []
     for kind in (type(one).__name__ for one in filters):
         names.append(kind if kind not in names else f"{kind}#{len(names)}")
-    counts = {name: int((removed == k).sum()) for k, name in enumerate(names, start=1)}
-    skipped = {SKIPPED: len(unusable)} if unusable else {}
-    report: dict[str, Any] = {"records": number, "removed": {**counts, **skipped}}
+    counts = {name: int((filter_numbers == k).sum()) for k, name in enumerate(names, start=1)}
+    skips = {SKIP_KEY: len(unusable)} if unusable else {}
+    report: dict[str, Any] = {"records": number, "removed": {**counts, **skips}}
     if rules := [rule for one in filters for rule in one.rules]:
         questions = dict(zip(rules, parts.sum(axis=0).tolist(), strict=True))
-        report |= {"questions_rated": questions.pop(RATED), "questions_removed": questions}
-    filtering = Filtering(tuple(one.settings for one in filters), report, removed, unusable)
-    return Subset(dataset, np.flatnonzero(removed == 0), filtering)
+        report |= {"questions_rated": questions.pop(RATED_QUESTIONS), "questions_removed": questions}
+    filtering = Filtering(tuple(one.settings for one in filters), report, filter_numbers, unusable)
+    return Subset(dataset, np.flatnonzero(filter_numbers == 0), filtering)
 
 
 def all_removed(subset: Subset, title: str) -> DataError:
@@ -273,7 +273,7 @@ def filtering_of(dataset: PlannedDataset) -> Filtering | None:
 
 
 def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
-    """Of each record the number of the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
+    """Return for each record the first filter that removes it, from 1, or 0; and ``removed_parts`` [N, rules]."""
     filters: Sequence[RecordFilter] = dataset.filters
     index, rules = dataset.index, sum(len(one.rules) for one in filters)
     facts = [fact for one in filters for fact in (one.settings, one.code)]
@@ -285,17 +285,17 @@ def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
     def fill(new: ArrayFile) -> None:
         new.add("removed", len(index))
         new.add("parts", len(index) * rules, shape=(len(index), rules))
-        malformed = set(index.malformed.tolist())
+        malformed_numbers = set(index.malformed_numbers.tolist())
         for start, entries in batches(index.source, (0, len(index))):
-            removed, parts = np.zeros(len(entries), dtype=np.int64), np.zeros((len(entries), rules), dtype=np.int64)
+            numbers, parts = np.zeros(len(entries), dtype=np.int64), np.zeros((len(entries), rules), dtype=np.int64)
             columns = [getattr(index.counts, name)[start : start + len(entries)].tolist() for name in COLUMNS]
             for i, (entry, row) in enumerate(zip(entries, zip(*columns, strict=True), strict=True)):
-                if start + i in malformed:
+                if start + i in malformed_numbers:
                     continue
                 record = CheckedRecord(entry, index.layout, dataset.processor, dict(zip(COLUMNS, row, strict=True)))
-                removed[i] = next((k for k, one in enumerate(filters, start=1) if not one.keeps(record)), 0)
+                numbers[i] = next((k for k, one in enumerate(filters, start=1) if not one.keeps(record)), 0)
                 parts[i] = [value for one in filters if one.rules for value in one.removed_parts(record)]
-            new.put("removed", start, removed)
+            new.put("removed", start, numbers)
             new.put("parts", start * rules, parts.reshape(-1))
 
     arrays = load_or_fill(cache, key, fill)
@@ -304,16 +304,16 @@ def _decide(dataset: UnifiedGenerationDataset) -> tuple[Array, Array]:
 
 def removal_line(report: Mapping[str, Any]) -> str:
     """The numbers of ``Filtering.report`` as a sentence."""
-    removed, records = sum(report["removed"].values()), report["records"]
+    total, records = sum(report["removed"].values()), report["records"]
     each = ", ".join(f"{name} {number:,}" for name, number in report["removed"].items())
     who = "filters remove"
-    if list(report["removed"]) == [SKIPPED]:
-        who, each = f"{SKIPPED} leaves out", f"see {LIST_FILE}"
-    line = f"{who} {removed:,} of {records:,} records ({removed / max(records, 1):.1%}): {each}"
+    if list(report["removed"]) == [SKIP_KEY]:
+        who, each = f"{SKIP_KEY} leaves out", f"see {LIST_FILE}"
+    line = f"{who} {total:,} of {records:,} records ({total / max(records, 1):.1%}): {each}"
     if "questions_removed" in report:
-        questions, rated = report["questions_removed"], report["questions_rated"]
+        questions, num_rated = report["questions_removed"], report["questions_rated"]
         by_rule = ", ".join(f"{rule} {number:,}" for rule, number in questions.items())
-        line += f"; {sum(questions.values()):,} of {rated:,} questions by their ratings: {by_rule}"
-        if not rated:
+        line += f"; {sum(questions.values()):,} of {num_rated:,} questions by their ratings: {by_rule}"
+        if not num_rated:
             line += ". RatingFilter does nothing: no record has ratings"
     return line

@@ -46,7 +46,7 @@ _TURNS = dict(enumerate((
 ), start=2))  # fmt: skip
 """EXIF orientation -> what brings the picture upright."""
 _TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
-"""Of this project's own processes: those that a run starts have its limit."""
+"""Environment variable with the limit of a run, which the processes that it starts have, too."""
 
 
 def limit_png_text(nbytes: int) -> None:
@@ -56,7 +56,7 @@ def limit_png_text(nbytes: int) -> None:
 
 
 def raise_png_text_limit() -> None:
-    """From PIL's own 1 MiB, which refuses pictures of the web with long comments; a user's own number stays."""
+    """Replace PIL's 1 MiB, which refuses pictures of the web with long comments; a user's own number stays."""
     if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:
         PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = int(os.environ.get(_TEXT_VARIABLE, 100 << 20))
 
@@ -79,13 +79,13 @@ class Span:
             with self.path.open("rb") as stream:
                 content = os.pread(stream.fileno(), self.length, self.offset)
         except OSError as error:
-            raise lost(self.path, error.strerror) from error
+            raise lost_file_error(self.path, error.strerror) from error
         if len(content) != self.length:
-            raise lost(self.path, f"it ends at byte {self.offset + len(content)}, before one of its records")
+            raise lost_file_error(self.path, f"it ends at byte {self.offset + len(content)}, before one of its records")
         return content
 
 
-def lost(path: Path, why: str | None) -> DataError:
+def lost_file_error(path: Path, why: str | None) -> DataError:
     """Return the error for a data file that was there when it was indexed."""
     return DataError(
         f"data file {path} can no longer be read: {why}",
@@ -134,7 +134,7 @@ class ImageContent:
             return stream.read()
 
     @cached_property
-    def decoded(self) -> Image.Image:
+    def picture(self) -> Image.Image:
         return _decode(self)
 
 
@@ -160,7 +160,7 @@ class ImageHeader:
 
 
 def image_header(path: AnyImage) -> ImageHeader:
-    """From the header alone. An unreadable image does not raise."""
+    """Return the size of an image from its header alone. An unreadable image does not raise."""
     try:
         with _open_header(path, "read") as image:
             size = image.size if _orientation(image) < 5 else (image.size[1], image.size[0])
@@ -171,7 +171,7 @@ def image_header(path: AnyImage) -> ImageHeader:
 
 def open_image(path: AnyImage) -> Image.Image:
     """The picture, upright, grey in 8 bits. Raises ``UnreadableImage`` naming the path, also for a truncated file."""
-    return path.decoded if isinstance(path, ImageContent) else _decode(path)
+    return path.picture if isinstance(path, ImageContent) else _decode(path)
 
 
 def _decode(path: AnyImage) -> Image.Image:
@@ -299,7 +299,7 @@ class ImageTransform:
     @property
     def largest_side(self) -> int:
         """The longest side that ``size`` can return."""
-        return _rounded(self.max_size, self.stride)
+        return _round_side(self.max_size, self.stride)
 
     @property
     def fingerprint(self) -> str:
@@ -309,10 +309,10 @@ class ImageTransform:
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) after the transform, by the rule at the top of this file."""
         scale = max(min(self.max_size / max(width, height), 1.0), self.min_size / min(width, height))
-        width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
+        width, height = _round_side(width * scale, self.stride), _round_side(height * scale, self.stride)
         if max(width, height) > self.max_size:
             scale = self.max_size / max(width, height)
-            width, height = _rounded(width * scale, self.stride), _rounded(height * scale, self.stride)
+            width, height = _round_side(width * scale, self.stride), _round_side(height * scale, self.stride)
         return width, height
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -325,7 +325,7 @@ class ImageTransform:
         return normalize(np.array(self.resize(image), dtype=np.uint8))
 
 
-def _rounded(side: float, stride: int) -> int:
+def _round_side(side: float, stride: int) -> int:
     # to whole pixels first, as the public code does: 23.6 pixels at stride 16 become 32, not 16
     return max(stride, round(round(side) / stride) * stride)
 

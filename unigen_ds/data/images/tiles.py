@@ -67,8 +67,8 @@ class Tiling:
         """The whole picture at its final size: [3, rows * tile_size, columns * tile_size] float32 in [0, 1]."""
         rows, columns = self.grid(*image.size)
         size = (columns * self.tile_size, rows * self.tile_size)
-        resized = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
-        return torch.from_numpy(np.array(resized, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
+        picture = on_white(image, "RGB").resize(size, Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(picture, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
 
 
 def split_tiles(whole: Tensor, tile: int) -> Tensor:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import DataError, short_value
 from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
-from unigen_ds.data.records.records import Layout, Record, Turn, short_value, unused_texts
+from unigen_ds.data.records.records import Layout, Record, Turn, unused_texts
 from unigen_ds.data.records.unusable import (
     BadRecord,
     MalformedRecord,
@@ -41,23 +41,23 @@ from unigen_ds.system.log import logger
 from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
-"""Of the digest that checkpoints keep."""
+"""Version of the digest that checkpoints keep."""
 _CACHE_FORMAT = "unigen-index-13"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unusable.unused_keys``)."""
-_UNUSED = "unused_texts"
+_UNUSED_TEXTS = "unused_texts"
 """An array of the index: texts of a record that it has as alternatives to the one that is used; where there are any."""
 UNUSABLE = "unusable"
 """An array of the index: the records that cannot be trained on (``unusable.as_array``)."""
-_PLANNED = (*COLUMNS, "records", _UNUSED, _UNUSED_KEYS)
+_ARRAYS = (*COLUMNS, "records", _UNUSED_TEXTS, _UNUSED_KEYS)
 """Arrays of one value a record that planning fills."""
 _UNREADABLE = COLUMNS.index("unreadable")
-_MALFORMED = record_digest(b"", (0,) * len(COLUMNS))
-_NOTHING = (*[0] * len(COLUMNS), _MALFORMED, 0, 0)
+_NO_RECORD = record_digest(b"", (0,) * len(COLUMNS))
+_NOTHING = (*[0] * len(COLUMNS), _NO_RECORD, 0, 0)
 _CHUNK = 1024
 _MOST_LINES = 32
-"""Of ``UNUSABLE`` for a chunk: where more cannot be used, it is not a few that are wrong."""
+"""Most bad records of a chunk with their reason in ``UNUSABLE``: more of them are not a few mistakes."""
 Chunk = tuple[int, int]
 """First record, and the one after the last."""
 
@@ -71,10 +71,10 @@ class Index:
     """``record_digest`` of each."""
     counts: Counts
     digest: str
-    """Of data file, processor and counts."""
+    """Digest of data file, processor and counts."""
     folder: Path | None
     layout: Layout
-    unused: Array
+    unused_codes: Array
     unused_texts: Array
     """Texts of each record that it has as alternatives to the one that is used."""
     lines: NDArray[np.uint8]
@@ -86,16 +86,16 @@ class Index:
         return len(self.records)
 
     @cached_property
-    def malformed(self) -> Array:
+    def malformed_numbers(self) -> Array:
         """Numbers of the records that have no sample."""
-        return np.flatnonzero((self.records == _MALFORMED) & (self.counts.tokens == 0))
+        return np.flatnonzero((self.records == _NO_RECORD) & (self.counts.tokens == 0))
 
     def unusable(self) -> list[BadRecord]:
         """All records that cannot be trained on; those after many without their reason."""
-        known = {one.number: one for one in from_array(self.lines)}
-        numbers = np.union1d(self.malformed, np.flatnonzero(self.counts.unreadable)).tolist()
+        by_number = {one.number: one for one in from_array(self.lines)}
+        numbers = np.union1d(self.malformed_numbers, np.flatnonzero(self.counts.unreadable)).tolist()
         others = (BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers)
-        return [known.get(one.number, one) for one in others]
+        return [by_number.get(one.number, one) for one in others]
 
     def forget_mended(self, processor: ConversationProcessor) -> bool:
         """Remove the file of an earlier start that has a record as unusable which can be used now. Whether it did."""
@@ -127,9 +127,9 @@ class Index:
 
         def fill(new: ArrayFile) -> None:
             new.add("digests", len(self))
-            malformed = set(self.malformed.tolist())
+            numbers = set(self.malformed_numbers.tolist())
             for start, entries in batches(self.source, (0, len(self))):
-                values = [b"" if n in malformed else entry.values for n, entry in enumerate(entries, start)]
+                values = [b"" if n in numbers else entry.values for n, entry in enumerate(entries, start)]
                 digests = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in values)
                 new.put("digests", start, np.frombuffer(digests, dtype="<i8").astype(np.int64))
 
@@ -148,7 +148,7 @@ class Index:
         layout: Layout | None = None,
         on_record_error: OnRecordError = "error",
     ) -> Index:
-        """From the cache, or by planning every record (with ``num_workers`` processes) and caching the result. Raises
+        """Read it from the cache, or plan every record (with ``num_workers`` processes) and cache the result. Raises
         ``DataError`` where records are malformed and ``on_record_error`` is 'error'. An unreadable image is no error
         here. ``image_root``: None: the source's own.
         """
@@ -160,15 +160,15 @@ class Index:
         extra = (layout.folders, source.fingerprint, *layout.facts)
         key = fingerprint(content, beneath, processor.fingerprint, _CACHE_FORMAT, *extra)
         cache = None if folder is None else folder / f"{source.origin.name}-{key[:16]}{SUFFIX}"
-        made = False
+        is_new = False
 
         def fill(new: ArrayFile) -> None:
-            nonlocal made
-            made = True
+            nonlocal is_new
+            is_new = True
             plan_all(Plan(source, processor, layout), num_workers, new, on_record_error)
 
         arrays = load_or_fill(cache, key, fill)
-        source.use({name: array for name, array in arrays.items() if name not in (*_PLANNED, UNUSABLE)})
+        source.use({name: array for name, array in arrays.items() if name not in (*_ARRAYS, UNUSABLE)})
         counts = Counts(*(arrays[name] for name in COLUMNS))
         for note in source.notes if dist.env_rank() == 0 else ():
             logger().warning("%s: %s", source.title, note)
@@ -176,10 +176,10 @@ class Index:
         facts = (*source.identity(content), processor.fingerprint, _FORMAT, counts.digest, *layout.facts)
         digest = fingerprint(*facts, *["image_folders"] * (source.several_folders and layout.folders))
         index = cls(
-            source, arrays["records"], counts, digest, folder, layout, arrays[_UNUSED_KEYS], arrays[_UNUSED],
-            arrays[UNUSABLE], None if made else cache,
+            source, arrays["records"], counts, digest, folder, layout, arrays[_UNUSED_KEYS], arrays[_UNUSED_TEXTS],
+            arrays[UNUSABLE], None if is_new else cache,
         )  # fmt: skip
-        if on_record_error == "error" and index.malformed.size:
+        if on_record_error == "error" and index.malformed_numbers.size:
             if cache is not None:  # the code that reads it may be what is mended
                 cache.unlink(missing_ok=True)
             raise unusable_error(index.unusable(), source.title, len(index))
@@ -187,36 +187,36 @@ class Index:
 
 
 def prefix_digest(records: Array, number: int, *facts: object) -> str:
-    """Of the first ``number`` record digests and of ``facts``: the same for a longer file that begins with them."""
+    """Digest the first ``number`` record digests and ``facts``: the same for a longer file that begins with them."""
     first = np.ascontiguousarray(records[:number], dtype="<i8")
     return fingerprint(number, hashlib.blake2b(first.data, digest_size=16).hexdigest(), *facts)
 
 
 def plan_all(plan: Plan, num_workers: int, new: ArrayFile, on_record_error: OnRecordError) -> None:
-    """Fill the arrays of ``scan()``, ``_PLANNED``, ``UNUSABLE``. Raises ``DataError`` where all first are malformed."""
-    source, scanned = plan.source, {}
+    """Fill the arrays of ``scan()``, ``_ARRAYS``, ``UNUSABLE``. Raises ``DataError`` where all first are malformed."""
+    source, arrays = plan.source, {}
     for name, values in plan.source.scan().items():
         new.store(name, values)
-        scanned[name] = new.read(name)
-    source.use(scanned)
-    for name in _PLANNED:
+        arrays[name] = new.read(name)
+    source.use(arrays)
+    for name in _ARRAYS:
         new.add(name, len(source))
     chunks = [(i, min(i + _CHUNK, len(source))) for i in range(0, len(source), _CHUNK)]
     # a loading process can have no processes of its own
     alone = num_workers == 0 or len(chunks) == 1 or multiprocessing.current_process().daemon
-    planned = map(plan, chunks) if alone else Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2)
+    results = map(plan, chunks) if alone else Workers(plan, chunks, min(num_workers, len(chunks)), ahead=2)
     unusable = []
     try:
-        for (start, stop), (*columns, lines) in zip(chunks, planned, strict=True):
+        for (start, stop), (*columns, lines) in zip(chunks, results, strict=True):
             unusable.append(lines)
             number = stop - start
-            if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _MALFORMED).all():
+            if not start and number < len(source) and on_record_error == "error" and (columns[-3] == _NO_RECORD).all():
                 raise unusable_error(from_array(lines), f"{source.title}, the beginning", number, number=number)
-            for name, values in zip(_PLANNED, columns, strict=True):
+            for name, values in zip(_ARRAYS, columns, strict=True):
                 new.put(name, start, values)
     finally:
-        if isinstance(planned, Workers):
-            planned.close()
+        if isinstance(results, Workers):
+            results.close()
     new.store(UNUSABLE, np.concatenate(unusable))
 
 
@@ -227,7 +227,7 @@ class Plan:
     layout: Layout
 
     def __call__(self, chunk: Chunk) -> tuple[NDArray[Any], ...]:
-        """``_PLANNED`` of the records of a chunk, and ``UNUSABLE``. Texts that are read together are tokenized so."""
+        """``_ARRAYS`` of the records of a chunk, and ``UNUSABLE``. Texts that are read together are tokenized so."""
         rows: list[tuple[int, ...]] = []
         unusable: list[BadRecord] = []
         unk_id = getattr(self.processor.tokenizer, "unk_id", None)
@@ -268,9 +268,9 @@ class Plan:
                 if row[_UNREADABLE]:
                     problem = next(split.error for split in sample.splits if split.error)
                     leave_out(number, entry.record, f"{entry.where}: {problem}", image=True)
-                record = self.layout.named(entry.record, entry.where) if self.layout.columns else entry.record
-                unused = unused_keys(record, self.layout, entry.unused)
-                rows.append((*row, record_digest(entry.content, row), unused_texts(record), unused))
+                record = self.layout.rename_keys(entry.record, entry.where) if self.layout.columns else entry.record
+                code = unused_keys(record, self.layout, entry.unused)
+                rows.append((*row, record_digest(entry.content, row), unused_texts(record), code))
         unusable.sort(key=lambda one: one.number)
         return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
 

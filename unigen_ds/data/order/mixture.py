@@ -28,7 +28,7 @@ _SIMPLE = 2**20
 _ANCHORS = 1024
 """Draws between positions whose state is kept."""
 
-Array = NDArray[np.int64]
+_Array = NDArray[np.int64]
 State = tuple[int, tuple[int, ...]]
 """A position, and how many draws of each source came before it."""
 
@@ -53,29 +53,29 @@ class Mixture:
         self._states: list[State] = [(0, (0,) * len(shares))]
         """Those that are known."""
 
-    def draws(self, start: int, stop: int) -> tuple[Array, Array]:
-        """Of the positions ``start .. stop``: the source of each, and how many draws of it came before."""
+    def draws(self, start: int, stop: int) -> tuple[_Array, _Array]:
+        """Return the source of each position of ``start .. stop``, and how many draws of that source came before."""
         rounds, first = divmod(start, self.period)
         anchor, before = self._before(first)
         number = first + stop - start - anchor
         sources = np.asarray(follow(self.parts, before, number, position=anchor), dtype=np.int64)
         numbers = np.empty_like(sources)
-        for source, (drawn, part) in enumerate(zip(before, self.parts, strict=True)):
+        for source, (count, part) in enumerate(zip(before, self.parts, strict=True)):
             here = np.flatnonzero(sources == source)
-            numbers[here] = rounds * part + drawn + np.arange(len(here))
+            numbers[here] = rounds * part + count + np.arange(len(here))
         return sources[first - anchor :], numbers[first - anchor :]
 
     def counts(self, position: int) -> tuple[int, ...]:
         """Draws of each source before ``position``."""
         rounds, within = divmod(position, self.period)
         state = self._before(within)
-        _, drawn = self._after(state, within - state[0])
-        return tuple(rounds * part + number for part, number in zip(self.parts, drawn, strict=True))
+        _, draws = self._after(state, within - state[0])
+        return tuple(rounds * part + number for part, number in zip(self.parts, draws, strict=True))
 
     def state(self, position: int) -> tuple[int, ...]:
         """What ``remember`` needs to find ``position`` at once; empty where nothing is needed."""
-        _, drawn = self._before(position % self.period)
-        return drawn if any(drawn) else ()
+        _, draws = self._before(position % self.period)
+        return draws if any(draws) else ()
 
     def remember(self, position: int, state: Sequence[int]) -> bool:
         """Take over what ``state`` returned for ``position``. False: it is not a state of this mixture."""
@@ -99,18 +99,18 @@ class Mixture:
     def _after(self, state: State, number: int) -> State:
         """The state ``number`` draws later."""
         sources = np.asarray(follow(self.parts, state[1], number, position=state[0]), dtype=np.int64)
-        drawn = np.bincount(sources, minlength=len(self.parts)).tolist()
-        return state[0] + number, tuple(map(sum, zip(state[1], drawn, strict=True)))
+        draws = np.bincount(sources, minlength=len(self.parts)).tolist()
+        return state[0] + number, tuple(map(sum, zip(state[1], draws, strict=True)))
 
 
 def follow(parts: Sequence[int], counts: Sequence[int], number: int, *, position: int = 0) -> list[int]:
     """The sources of the next ``number`` draws after ``position``, where each was drawn ``counts`` times before."""
     period, others = sum(parts), max(2 * len(parts) - 2, 1)
     units = [others * part for part in parts]
-    drawn, found = list(counts), []
+    draws, sources = list(counts), []
 
     def first_step(k: int) -> int:  # at which the next draw of source k may be
-        return -(-(drawn[k] * others + 1) * period // units[k])
+        return -(-(draws[k] * others + 1) * period // units[k])
 
     waiting = [(first_step(k), k) for k in range(len(parts))]
     heapq.heapify(waiting)
@@ -118,10 +118,10 @@ def follow(parts: Sequence[int], counts: Sequence[int], number: int, *, position
     for step in range(position + 1, position + number + 1):
         while waiting and waiting[0][0] <= step:
             _, k = heapq.heappop(waiting)
-            deadline = ((drawn[k] + 1) * others - 1) * period // units[k]
+            deadline = ((draws[k] + 1) * others - 1) * period // units[k]
             heapq.heappush(ready, (deadline, k))
         _, k = heapq.heappop(ready)
-        found.append(k)
-        drawn[k] += 1
+        sources.append(k)
+        draws[k] += 1
         heapq.heappush(waiting, (first_step(k), k))
-    return found
+    return sources

@@ -28,15 +28,15 @@ from unigen_ds.system.seeding import derive_seed
 
 Weight = float | str
 """A number, or the text of an exact fraction."""
-Array = NDArray[np.int64]
-Columns = tuple[Array, Array, Array]
+_Array = NDArray[np.int64]
+Columns = tuple[_Array, _Array, _Array]
 _EXTRA_PERIOD = 1024
 """Draws after which the additional draws of a mandatory group of several sources repeat."""
 _ROUNDS = 8
 _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
 
 
-def permute_many(indices: Array, size: int, key: int) -> Array:
+def permute_many(indices: _Array, size: int, key: int) -> _Array:
     """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection."""
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # the smallest even width: at most 4 x size
@@ -99,7 +99,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(one) for one in value) if isinstance(value, list | tuple) else value
 
 
-class _Stored:
+class _State:
     """A dataclass that checkpoints keep as plain values, without empty lists: those may be missing."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class _Stored:
 
 
 @dataclass
-class GlobalOrder(_Stored):
+class GlobalOrder(_State):
     """An endless order over one or several sources; a pure function of (sizes, weights, seed). A run has one until its
     data is changed: then another one follows (a phase), and the last one has no end.
 
@@ -128,7 +128,7 @@ class GlobalOrder(_Stored):
     sizes: Sequence[int]
     """Units of each source: records, or pieces of them."""
     weights: Sequence[Weight] | None = None
-    """Of each source; None: every record once an epoch."""
+    """Weight of each source; None: every record is used once an epoch."""
     _: KW_ONLY
     seed: int
     first_epoch: int = 0
@@ -179,11 +179,11 @@ class GlobalOrder(_Stored):
     def passes_before(self, epoch: int, *, extra: int = 0) -> int:
         """A pass that no draw before ``epoch`` has reached, with ``extra`` additional ones of any mandatory group."""
         epochs = epoch - self.first_epoch
-        drawn = [epochs * count for count in self.counts]
+        draws = [epochs * count for count in self.counts]
         if self.mixture is not None:
             positions, period = epochs * self.stride, self.mixture.period
-            drawn = [positions * part // period + bool(epochs) + extra for part in self.mixture.parts]
-        return self.first_pass + max(-(-number // size) for number, size in zip(drawn, self.sizes, strict=True))
+            draws = [positions * part // period + bool(epochs) + extra for part in self.mixture.parts]
+        return self.first_pass + max(-(-number // size) for number, size in zip(draws, self.sizes, strict=True))
 
     def draws(self, epoch: int, start: int, stop: int) -> list[Draw]:
         columns = self.columns(epoch, start, stop)
@@ -202,29 +202,29 @@ class GlobalOrder(_Stored):
         counts = np.asarray(self.counts, dtype=np.int64)
         bounds = np.cumsum(counts)
         sources = np.searchsorted(bounds, shuffled, side="right")
-        begun = (epoch - self.first_epoch) * counts[sources]
-        return self._draw(sources, begun + shuffled - (bounds - counts)[sources])
+        before = (epoch - self.first_epoch) * counts[sources]
+        return self._draw(sources, before + shuffled - (bounds - counts)[sources])
 
     def additional(self, epoch: int, stop: int, group: int, number: int, *, extra: Sequence[int]) -> Columns:
         """The next ``number`` draws of a mandatory group, in addition to all up to position ``stop`` of ``epoch``."""
         assert self.mixture is not None
         members, numbers = self._extra[group].draws(extra[group], extra[group] + number)
         sources = np.asarray(self.mandatory[group], dtype=np.int64)[members]
-        drawn = np.asarray(self.mixture.counts(self.position(epoch, stop)), dtype=np.int64)
-        return self._draw(sources, numbers + drawn[sources])
+        counts = np.asarray(self.mixture.counts(self.position(epoch, stop)), dtype=np.int64)
+        return self._draw(sources, numbers + counts[sources])
 
     def position(self, epoch: int, offset: int) -> int:
         """The number of draws of the order, additional ones left out, before an offset of an epoch."""
         return (epoch - self.first_epoch) * self.stride + offset
 
-    def ahead(self, extra: Sequence[int]) -> Array:
+    def ahead(self, extra: Sequence[int]) -> _Array:
         """Additional draws of each source [sources], where ``extra`` were drawn of each group."""
         ahead = np.zeros(len(self.sizes), dtype=np.int64)
         for group, mixture, number in zip(self.mandatory, self._extra, extra, strict=False):
             ahead[list(group)] = mixture.counts(number)
         return ahead
 
-    def _draw(self, sources: Array, numbers: Array) -> Columns:
+    def _draw(self, sources: _Array, numbers: _Array) -> Columns:
         """Source, index and pass of draw ``numbers`` of ``sources``."""
         records, passes = np.empty_like(numbers), np.empty_like(numbers)
         for k in np.unique(sources).tolist():
@@ -242,7 +242,7 @@ class GlobalOrder(_Stored):
 
 
 @dataclass(frozen=True)
-class Cursor(_Stored):
+class Cursor(_State):
     """The position of the next sequence. The same on all ranks; independent of the geometry."""
 
     epoch: int = 0
@@ -257,7 +257,7 @@ class Cursor(_Stored):
     drawn: tuple[int, ...] = field(default=(), repr=False)
     """``Mixture.state`` at its window or row: only of weights with a period of more than 1,024 draws."""
     blocks: tuple[int, ...] = field(default=(), repr=False)
-    """Of each streamed source where the block of its next draw begins, at the window or row: ``ShardWalk.state``."""
+    """Where the block of each streamed source's next draw begins, at the window or row: ``ShardWalk.state``."""
 
 
 class Skip(NamedTuple):
@@ -280,12 +280,12 @@ class Skip(NamedTuple):
 
 
 def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
-    """In their order; those that overlap are one."""
-    merged: list[Skip] = []
+    """Sort skips; those that overlap become one."""
+    disjoint: list[Skip] = []
     for skip in sorted(set(skips)):
-        if merged and skip.first < merged[-1].stop:
-            last = merged.pop()
+        if disjoint and skip.first < disjoint[-1].stop:
+            last = disjoint.pop()
             whys = [last.why] + [skip.why] * (skip.stop > last.stop and skip.why != last.why)
             skip = Skip(last.first, max(last.stop, skip.stop), "; ".join(whys))
-        merged.append(skip)
-    return tuple(merged)
+        disjoint.append(skip)
+    return tuple(disjoint)

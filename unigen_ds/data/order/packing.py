@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from unigen_ds.config.registry import PACKERS, checked
 from unigen_ds.data.order.order import permute_many
 
-Array = NDArray[np.int64]
+_Array = NDArray[np.int64]
 
-_SPREAD = (0.55, 0.4, 0.7, 0.85, 0.2)
+_SHARES = (0.55, 0.4, 0.7, 0.85, 0.2)
 """Shares of the samples that are spread before gaps are filled, tried until a plan is good enough."""
 _GOOD = 500
 """A plan is good enough with one sequence in so many more than the sums require."""
-_SKIPPED = 64
+_MOST_MISFITS = 64
 """Samples that do not fit the emptiest sequence while the others are spread, at most; then gaps are filled."""
 _ID_BITS = 32
 
@@ -114,90 +114,90 @@ class _Samples:
         self.least = max(math.ceil(int(self.sizes.sum()) / seq_length), by_images, 1)
         """Sequences that any plan has at least."""
 
-    def best(self, number: int, enough: int, begun: Sequence[Array] = ()) -> tuple[int, Array]:
-        """``packed`` with the share that needs the fewest sequences; the first that needs ``enough`` is good enough."""
+    def best(self, number: int, enough: int, beginnings: Sequence[_Array] = ()) -> tuple[int, _Array]:
+        """``pack`` with the share that needs the fewest sequences; the first that needs ``enough`` is good enough."""
         best, sequences = len(self.sizes) + 1, np.empty(0, dtype=np.int64)
-        for share in _SPREAD:
-            total, attempt = self.packed(number, share, begun)
+        for share in _SHARES:
+            total, attempt = self.pack(number, share, beginnings)
             if total < best:
                 best, sequences = total, attempt
             if best <= enough:
                 break
         return best, sequences
 
-    def largest_first(self, samples: Array) -> Array:
+    def largest_first(self, samples: _Array) -> _Array:
         """Sorted by both measures together."""
         measure = self.sizes[samples] / self.seq_length
         if self.limited:
             measure += self.images[samples] / self.limit
         return samples[np.argsort(-measure, kind="stable")]
 
-    def packed(self, number: int, share: float, begun: Sequence[Array] = ()) -> tuple[int, Array]:
+    def pack(self, number: int, share: float, beginnings: Sequence[_Array] = ()) -> tuple[int, _Array]:
         """``number`` sequences, and more where these do not suffice: how many, and [n] the sequence of each sample.
-        ``share``: of the samples, that is spread first. ``begun``: samples, one for each sequence, that are in it.
+        ``share``: of the samples, that is spread first. ``beginnings``: samples, one for each sequence, that are in it.
         """
         sequences = np.full(len(self.sizes), -1, dtype=np.int64)
         tokens = np.full(number, self.seq_length, dtype=np.int64)
         images = np.full(number, self.limit, dtype=np.int64)
-        for first in begun:
+        for first in beginnings:
             self._put(first, np.argsort(-tokens, kind="stable"), sequences, tokens, images)
-        ranked = self.largest_first(np.flatnonzero(sequences < 0))
-        left = self._spread(ranked, int(share * len(ranked)), sequences, tokens, images)
-        return self._fill(left, sequences, tokens, images), sequences
+        order = self.largest_first(np.flatnonzero(sequences < 0))
+        rest = self._spread(order, int(share * len(order)), sequences, tokens, images)
+        return self._fill(rest, sequences, tokens, images), sequences
 
-    def _put(self, samples: Array, into: Array, sequences: Array, tokens: Array, images: Array) -> None:
+    def _put(self, samples: _Array, into: _Array, sequences: _Array, tokens: _Array, images: _Array) -> None:
         sequences[samples] = into
         tokens[into] -= self.sizes[samples]
         images[into] -= self.images[samples]
 
-    def _spread(self, ranked: Array, stop: int, sequences: Array, tokens: Array, images: Array) -> Array:
+    def _spread(self, order: _Array, stop: int, sequences: _Array, tokens: _Array, images: _Array) -> _Array:
         """Give each of the first ``stop`` samples to one of the emptiest sequences; returns all that are left."""
-        skipped: list[Array] = []
-        waiting, rest = ranked[:stop], ranked[stop:]
-        while len(waiting) and len(skipped) < _SKIPPED:
+        misfits: list[_Array] = []
+        waiting, rest = order[:stop], order[stop:]
+        while len(waiting) and len(misfits) < _MOST_MISFITS:
             into = np.argsort(-tokens, kind="stable")[: len(waiting)]
             samples, waiting = waiting[: len(into)], waiting[len(into) :]
             fits = (self.sizes[samples] <= tokens[into]) & (self.images[samples] <= images[into])
             self._put(samples[fits], into[fits], sequences, tokens, images)
             others = samples[~fits]
             if len(others) == len(samples):
-                skipped, others = [*skipped, others[:1]], others[1:]
+                misfits, others = [*misfits, others[:1]], others[1:]
             waiting = np.concatenate([others, waiting])
-        return np.concatenate([*skipped, waiting, rest])
+        return np.concatenate([*misfits, waiting, rest])
 
-    def _fill(self, samples: Array, sequences: Array, tokens: Array, images: Array) -> int:
+    def _fill(self, samples: _Array, sequences: _Array, tokens: _Array, images: _Array) -> int:
         """Give each sample to the fullest sequence that has space for it, or begin one; returns how many there are."""
-        total, left = len(tokens), images.tolist()
+        total, free_images = len(tokens), images.tolist()
         # tokens left and number of each sequence in one integer; those without images left in a list of their own
         keys = (tokens << _ID_BITS) | np.arange(total, dtype=np.int64)
         none = images == 0 if self.limited else np.zeros(total, dtype=bool)
-        open_, spent = np.sort(keys[~none]).tolist(), np.sort(keys[none]).tolist()
+        open_, text_only = np.sort(keys[~none]).tolist(), np.sort(keys[none]).tolist()
         mask, full = (1 << _ID_BITS) - 1, self.seq_length << _ID_BITS
-        assigned: list[int] = []
+        numbers: list[int] = []
         for size, count in zip(self.sizes[samples].tolist(), self.images[samples].tolist(), strict=True):
             least = size << _ID_BITS
             position, source = bisect_left(open_, least), open_
             if count:
-                while position < len(open_) and left[open_[position] & mask] < count:
+                while position < len(open_) and free_images[open_[position] & mask] < count:
                     position += 1
-            elif spent:
-                other = bisect_left(spent, least)
-                if other < len(spent) and (position == len(open_) or spent[other] < open_[position]):
-                    position, source = other, spent
+            elif text_only:
+                other = bisect_left(text_only, least)
+                if other < len(text_only) and (position == len(open_) or text_only[other] < open_[position]):
+                    position, source = other, text_only
             if position < len(source):
                 key = source.pop(position)
             else:
                 key, total = full | total, total + 1
-                left.append(self.limit)
+                free_images.append(self.limit)
             number = key & mask
-            left[number] -= count
-            insort(spent if self.limited and not left[number] else open_, key - least)
-            assigned.append(number)
-        sequences[samples] = assigned
+            free_images[number] -= count
+            insort(text_only if self.limited and not free_images[number] else open_, key - least)
+            numbers.append(number)
+        sequences[samples] = numbers
         return total
 
 
-def _shuffle(sequences: Array, key: int) -> list[list[int]]:
+def _shuffle(sequences: _Array, key: int) -> list[list[int]]:
     """The samples of each sequence, in ascending order; the sequences in an order that depends on ``key``."""
     order = np.argsort(sequences, kind="stable")
     numbers = np.bincount(sequences)

@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unigen_ds.core.errors import DataError
+from unigen_ds.core.errors import DataError, short_value
 from unigen_ds.data.images.image_files import StoredImage
+from unigen_ds.data.records.ratings import drop_questions
 
 Record = Mapping[str, Any]
 Role = Literal["user", "assistant", "system"]
@@ -39,11 +40,9 @@ _ROLES: dict[str, Role] = {
     "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system",
     "developer": "system",
 }  # fmt: skip
-_DRAWN, _CAPTIONS = ("image_path", "image"), ("captions", "caption")
+_IMAGES, _CAPTIONS = ("image_path", "image"), ("captions", "caption")
 _INPUTS, _OUTPUTS = ("input_images", "input_image"), ("output_images", "output_image")
 """Keys of a layout, of which the first is used that a record has."""
-RATINGS = ("relevance", "image_correspondence", "visual_dependency", "formatting")
-"""nanoVLM's ratings of a question and its answer; a record has them as ``relevance_ratings`` and so on."""
 
 
 class Turn(NamedTuple):
@@ -66,15 +65,6 @@ def same_message(last: Turn, turn: Turn) -> bool:
     return last.role == turn.role and last.learned == turn.learned
 
 
-def short_value(value: Any) -> str:
-    """Return the first 57 characters of a value, for a message about its record."""
-    try:
-        text = repr(value)
-    except RecursionError:  # JSON may be nested as deeply as Python can follow it, and this is called further down
-        text = f"a {type(value).__name__}, nested too deeply to be shown"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _key_names(record: Record) -> str:
     text = ", ".join(map(str, record))
     return text if len(text) <= 200 else text[:197] + "..."
@@ -87,7 +77,7 @@ class Layout:
     columns: tuple[tuple[str, str], ...] = ()
     """(key of the file, key of the layout): a record's keys that have other names."""
     ratings: tuple[tuple[str, int], ...] = ()
-    """(name of ``RATINGS``, the least that is kept): questions that are left out of nanoVLM's rows."""
+    """(name of ``RATINGS``, the least that is kept): questions of nanoVLM's rows that are left out."""
     folders: bool = False
     """Whether a record's images are in the folder of its own data file; else ``image_root`` is that of all records."""
 
@@ -95,7 +85,7 @@ class Layout:
         """Return the layout of a ``Row``, whose data file may be in another folder than the first."""
         return replace(self, image_root=entry.folder) if self.folders and entry.folder is not None else self
 
-    def named(self, record: Record, where: object) -> Record:
+    def rename_keys(self, record: Record, where: object) -> Record:
         """Return ``record`` with the keys of the layouts. Raises ``DataError`` where it lacks one of ``columns``."""
         if missing := [name for name, _ in self.columns if name not in record]:
             problem = f"{where}: columns names {', '.join(missing)}, and the record has: {_key_names(record)}"
@@ -104,13 +94,9 @@ class Layout:
         return others | {key: record[name] for name, key in self.columns}
 
     def turns(self, record: Record, where: object) -> list[Turn]:
-        """Turns without the questions that are rated too low, unless none would be left: a filter removes these."""
-        record = self.named(record, where) if self.columns else record
-        if self.ratings:
-            low = rated_out(record, self.ratings, where)
-            if None in low and any(low):
-                texts = [text for text, name in zip(record["texts"], low, strict=True) if name is None]
-                record = {**record, "texts": texts}
+        """The turns of a record without the questions of ``drop_questions``."""
+        record = self.rename_keys(record, where) if self.columns else record
+        record = drop_questions(record, self.ratings, where) if self.ratings else record
         return parse_record(record, where, image_root=self.image_root, captions=self.captions)
 
     def learned_turns(self, record: Record, where: object) -> list[Turn]:
@@ -127,28 +113,6 @@ class Layout:
         return (*facts, ("ratings", *self.ratings)) if self.ratings else facts
 
 
-def rated_out(record: Record, ratings: Sequence[tuple[str, int]], where: object) -> list[str | None]:
-    """Of each question of nanoVLM's rows the first rating below its least one, or None: it is kept, as in nanoVLM also
-    where it is missing or null. Raises ``DataError`` where a record's ratings are not one number for each question.
-    """
-    texts = record.get("texts")
-    if not isinstance(texts, list):
-        return []
-    low: list[str | None] = [None] * len(texts)
-    for name, least in ratings:
-        values = record.get(f"{name}_ratings")
-        if values is None:
-            continue
-        numbers = isinstance(values, list) and all(one is None or type(one) in (int, float) for one in values)
-        if not numbers or len(values) != len(texts):
-            allowed = f"{len(texts)} numbers or null, one for each of texts"
-            raise DataError(f"{where}: {name}_ratings is {short_value(values)}", allowed=allowed)
-        for i, rating in enumerate(values):
-            if rating is not None and rating < least and low[i] is None:
-                low[i] = name
-    return low
-
-
 def parse_record(
     record: Record, where: object, *, image_root: Path | None = None, captions: Captions | None = None
 ) -> list[Turn]:
@@ -157,7 +121,7 @@ def parse_record(
     """
     values, name = Values(record, where, image_root, captions), layout_of(record, captions)
     if name:
-        return LAYOUTS[name].turns(values)
+        return RECORD_LAYOUTS[name].turns(values)
     raise DataError(
         f"{where}: conversations is missing (the record has: {_key_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
@@ -168,8 +132,8 @@ def parse_record(
 
 
 def layout_of(record: Record, captions: Captions | None) -> str:
-    """Return the name of the first of ``LAYOUTS`` that a record fits; '' where there is none."""
-    return next((name for name, kind in LAYOUTS.items() if kind.fits(record, captions)), "")
+    """Return the name of the first of ``RECORD_LAYOUTS`` that a record fits; '' where there is none."""
+    return next((name for name, kind in RECORD_LAYOUTS.items() if kind.fits(record, captions)), "")
 
 
 class Values:
@@ -180,22 +144,22 @@ class Values:
     def __init__(self, record: Record, where: object, image_root: Path | None, captions: Captions | None) -> None:
         self.record, self.where, self.image_root, self.captions = record, where, image_root, captions
 
-    def wrong(self, field: str, value: Any, allowed: str) -> DataError:
-        """Return the error for a value that is none of ``allowed``; of a key that is missing with the record's keys."""
+    def wrong(self, field: str, value: Any, choices: str) -> DataError:
+        """Return the error for a value that is none of ``choices``; of a key that is missing with the record's keys."""
         if value is not None:
-            return DataError(f"{self.where}: {field} is {short_value(value)}", allowed=allowed)
+            return DataError(f"{self.where}: {field} is {short_value(value)}", allowed=choices)
         problem = f"{self.where}: {field} is missing (the record has: {_key_names(self.record)})"
         remedy = f"another name: columns={{'name in the file': {field!r}}}" if field.isidentifier() else None
-        return DataError(problem, allowed=allowed, remedy=remedy)
+        return DataError(problem, allowed=choices, remedy=remedy)
 
-    def items(self, field: str, allowed: str) -> Iterator[tuple[str, Record]]:
+    def items(self, field: str, form: str) -> Iterator[tuple[str, Record]]:
         """Each object of a list with its name in messages. Raises ``DataError`` for anything else."""
         items = self.record[field]
         if not isinstance(items, list) or not items:
             raise self.wrong(field, items, "a list of at least one object")
         for i, item in enumerate(items):
             if not isinstance(item, Mapping):
-                raise self.wrong(f"{field}[{i}]", item, f"an object {allowed}")
+                raise self.wrong(f"{field}[{i}]", item, f"an object {form}")
             yield f"{field}[{i}]", item
 
     def role(self, value: Any, field: str) -> Role:
@@ -203,7 +167,7 @@ class Values:
             raise self.wrong(field, value, ", ".join(_ROLES))
         return _ROLES[value]
 
-    def learned(self, message: Record, role: Role, field: str) -> bool:
+    def is_learned(self, message: Record, role: Role, field: str) -> bool:
         """False of an assistant message with OpenAI's ``weight`` of 0. Raises ``DataError`` where it is not 0 or 1."""
         weight = message.get("weight")
         if role != "assistant" or weight is None:
@@ -232,20 +196,18 @@ class Values:
         if not isinstance(value, str) or not value or value.startswith(("http://", "https://")):
             raise self.wrong(field, value, "the path of an image, or data:image/...;base64,...: nothing is downloaded")
         if value.startswith("data:"):
-            return self._decoded(value, field)
+            return self._decode(value, field)
         value = value.removeprefix("file://")
         return value if self.image_root is None else str(self.image_root / value)
 
     def images(self, key: str) -> list[str]:
         """Return the images of a key: one, a list of them, or none where it is missing or null."""
         value = self.record.get(key)
-        if value is None:
-            return []
-        if not isinstance(value, list):
-            return [self.image(value, key)]
-        return [self.image(one, f"{key}[{i}]") for i, one in enumerate(value)]
+        if isinstance(value, list):
+            return [self.image(one, f"{key}[{i}]") for i, one in enumerate(value)]
+        return [] if value is None else [self.image(value, key)]
 
-    def _decoded(self, url: str, field: str) -> StoredImage:
+    def _decode(self, url: str, field: str) -> StoredImage:
         head, separator, text = url.partition(",")
         where, path = self.where, getattr(self.where, "path", None)
         if path is not None:  # its line is not counted, which would be done for every image
@@ -258,14 +220,11 @@ class Values:
             raise self.wrong(field, url, "data:image/...;base64,... with valid base64") from error
 
 
-# --- the layouts ------------------------------------------------------------------------------------------------------
-
-
 class _Chat:
     """Turns of a conversation that asks for the images of its record, one after the other."""
 
     def __init__(self, images: Sequence[str]) -> None:
-        self._images, self._asked = images, 0
+        self._images, self._num_asked = images, 0
         self.turns: list[Turn] = []
 
     def add_text(self, role: Role, text: str, *, learned: bool = True, asks: bool = False) -> None:
@@ -279,15 +238,15 @@ class _Chat:
                 self.turns.append(Turn(role, "text", piece, learned))
 
     def add_image(self, role: Role, *, learned: bool = True) -> None:
-        if self._asked < len(self._images):
-            self.turns.append(Turn(role, "image", self._images[self._asked], learned))
-        self._asked += 1
+        if self._num_asked < len(self._images):
+            self.turns.append(Turn(role, "image", self._images[self._num_asked], learned))
+        self._num_asked += 1
 
-    def check(self, where: object, subject: str, allowed: str = f"one {PLACEHOLDER} for each image") -> None:
+    def check(self, where: object, subject: str, form: str = f"one {PLACEHOLDER} for each image") -> None:
         """Raise ``DataError`` where it does not ask for as many images as the record has."""
-        if self._asked != len(self._images):
-            number = len(self._images)
-            raise DataError(f"{where}: {subject} for {self._asked} images and the record has {number}", allowed=allowed)
+        if self._num_asked != len(self._images):
+            total = len(self._images)
+            raise DataError(f"{where}: {subject} for {self._num_asked} images and the record has {total}", allowed=form)
 
 
 def _is_llava(record: Record) -> bool:
@@ -302,7 +261,7 @@ def _llava_turns(values: Values) -> list[Turn]:
     for field, turn in values.items("conversations", "{from, value}"):
         role = values.role(turn.get("from"), f"{field}.from")
         text = values.text(turn.get("value"), f"{field}.value")
-        chat.add_text(role, text, learned=values.learned(turn, role, field), asks=role == "user")
+        chat.add_text(role, text, learned=values.is_learned(turn, role, field), asks=role == "user")
     chat.check(values.where, "the human turns ask")
     return chat.turns
 
@@ -311,14 +270,14 @@ def _conversation_turns(values: Values) -> list[Turn]:
     turns = []
     for field, turn in values.items("conversations", "{role, type, content | image_path}"):
         role, kind = values.role(turn.get("role"), f"{field}.role"), turn.get("type")
-        learned = values.learned(turn, role, field)
+        learned = values.is_learned(turn, role, field)
         if kind == "text":
             turns.append(Turn(role, "text", values.text(turn.get("content"), f"{field}.content"), learned))
         elif kind == "image":
             turns.append(Turn(role, "image", values.image(turn.get("image_path"), f"{field}.image_path"), learned))
         else:
-            allowed = "text, image; turns of role and content alone: columns={'conversations': 'messages'}"
-            raise values.wrong(f"{field}.type", kind, allowed)
+            choices = "text, image; turns of role and content alone: columns={'conversations': 'messages'}"
+            raise values.wrong(f"{field}.type", kind, choices)
     return turns
 
 
@@ -328,7 +287,7 @@ def _message_turns(values: Values) -> list[Turn]:
     chat = _Chat(images)
     for field, message in values.items("messages", "{role, content}"):
         role = values.role(message.get("role"), f"{field}.role")
-        learned, content = values.learned(message, role, field), message.get("content")
+        learned, content = values.is_learned(message, role, field), message.get("content")
         asks = bool(images) and role == "user"
         if not isinstance(content, list):
             chat.add_text(role, values.text(content, f"{field}.content"), learned=learned, asks=asks)
@@ -360,7 +319,7 @@ def _question_turns(values: Values) -> list[Turn]:
 
 
 def _image_key(record: Record) -> str:
-    """Of the images of LLaVA's, OpenAI's and nanoVLM's records."""
+    """Return the key that has the images of a record of LLaVA's, OpenAI's or nanoVLM's layout."""
     return "image" if record.get("image") is not None else "images"
 
 
@@ -451,7 +410,7 @@ class _Kind(NamedTuple):
     turns: Callable[[Values], list[Turn]]
 
 
-LAYOUTS: Mapping[str, _Kind] = {
+RECORD_LAYOUTS: Mapping[str, _Kind] = {
     "llava": _Kind(
         lambda record, _: _is_llava(record), lambda record: ("conversations", _image_key(record)), _llava_turns,
     ),
@@ -460,8 +419,8 @@ LAYOUTS: Mapping[str, _Kind] = {
     ),
     "text_prompt": _Kind(
         lambda record, _: bool({"text_prompt", "image_path"} & {*record}),
-        lambda record: ("text_prompt", _first_key(record, *_DRAWN)),
-        lambda values: _picture_turns(values, _first_key(values.record, *_DRAWN), "text_prompt"),
+        lambda record: ("text_prompt", _first_key(record, *_IMAGES)),
+        lambda values: _picture_turns(values, _first_key(values.record, *_IMAGES), "text_prompt"),
     ),
     "text": _Kind(
         lambda record, captions: "text" in record and captions is not None and record.get("image") is not None,
@@ -491,4 +450,4 @@ LAYOUTS: Mapping[str, _Kind] = {
         lambda values: _picture_turns(values, "image", _first_key(values.record, *_CAPTIONS)),
     ),
 }  # fmt: skip
-"""By name, in the order in which they are looked for. Only added to: positions are part of the index."""
+"""Name of a layout -> the layout, in the order of the search. Only added to: positions are part of the index."""

@@ -22,18 +22,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unigen_ds.core.errors import DataError, close
-from unigen_ds.data.records.records import LAYOUTS, Layout, layout_of, short_value
+from unigen_ds.core.errors import DataError, close, short_value
+from unigen_ds.data.records.records import RECORD_LAYOUTS, Layout, layout_of
 from unigen_ds.data.samples.sample import Array
 
 OnRecordError = Literal["error", "skip"]
-SKIPPED = "on_record_error='skip'"
+SKIP_KEY = "on_record_error='skip'"
 LIST_FILE = "left_out.jsonl"
 NUM_LISTED = 20
 _ADVICE = re.compile(r"(.*?)((?: Allowed: | Remedy: |\Z).*)", re.DOTALL)
 _ALPHA = 2.87e-7
 """The probability beyond 5 standard deviations of a normal distribution, on one side."""
-_ALLOWED = "text of its format, by default JSON or JSONL: docs/data.md shows the records"
+_TEXT_FORMATS = "text of its format, by default JSON or JSONL: docs/data.md shows the records"
 _MAGIC = {
     b"PAR1": "a Parquet file: format='parquet' reads it",
     b"ARROW1": "an Arrow file: format='arrow' reads it",
@@ -58,7 +58,7 @@ def check_data_file(path: Path) -> None:
     for magic, text in _MAGIC.items():
         if head.startswith(magic):
             what, _, remedy = text.format(path.name).partition(": ")
-            raise DataError(f"data file {path} is {what}", allowed=_ALLOWED, remedy=remedy)
+            raise DataError(f"data file {path} is {what}", allowed=_TEXT_FORMATS, remedy=remedy)
 
 
 def instead_of(path: Path, suffixes: Sequence[str]) -> str:
@@ -85,10 +85,10 @@ def decode_text(raw: bytes, where: object, *, encoding: str = "utf-8-sig", first
 @dataclass(frozen=True)
 class BadRecord:
     number: int
-    """In its source."""
+    """Number of the record in its source."""
     file: str
     index: int
-    """In its file, from 0."""
+    """Number of the record in its file, from 0."""
     id: str | int | None
     reason: str
     """Begins with its position, as of ``Row.where``."""
@@ -99,7 +99,7 @@ class BadRecord:
         return f"index {self.index}{'' if self.id is None else f', id {short_value(self.id)}'}, {self.reason}"
 
     def line(self, name: str) -> str:
-        """Of ``left_out.jsonl``. ``name``: of the source in sample ids."""
+        """Return its line of ``left_out.jsonl``. ``name``: of the source in sample ids."""
         facts = {"sample": f"{name}:{self.number}", **asdict(self)}
         return json.dumps({key: facts[key] for key in ("sample", "file", "index", "id", "reason")}) + "\n"
 
@@ -118,17 +118,17 @@ def unusable_error(
 ) -> DataError:
     """The error that lists the first. ``number``: of all, if ``bad`` is a part; ``limit``: share that is allowed."""
     number = len(bad) if number is None else number
-    allowed, remedy = None, f"mend or remove them; {SKIPPED} of the data set leaves them out, listed in {LIST_FILE}"
+    maximum, remedy = None, f"mend or remove them; {SKIP_KEY} of the data set leaves them out, listed in {LIST_FILE}"
     if limit is not None:
-        allowed = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
+        maximum = f"a share of {limit:g} (train_dataloader.max_skipped_fraction)"
         remedy = "mend or remove them, or raise the limit"
-    listed = f"{remedy}. The first {NUM_LISTED}:" if number > NUM_LISTED else f"{remedy}. They are:"
+    remedy = f"{remedy}. The first {NUM_LISTED}:" if number > NUM_LISTED else f"{remedy}. They are:"
     earlier = set[str]()
     for one in bad[:NUM_LISTED]:
         problem, advice = _ADVICE.match(str(one)).groups()  # type: ignore[union-attr]
-        listed += f"\n  {problem}{'' if advice in earlier else advice}"
+        remedy += f"\n  {problem}{'' if advice in earlier else advice}"
         earlier.add(advice)
-    return DataError(f"{title}: {number:,} of {records:,} records cannot be used", allowed=allowed, remedy=listed)
+    return DataError(f"{title}: {number:,} of {records:,} records cannot be used", allowed=maximum, remedy=remedy)
 
 
 def exceeds(number: int, total: int, limit: float) -> bool:
@@ -146,7 +146,7 @@ def exceeds(number: int, total: int, limit: float) -> bool:
 
 # --- keys that no turn is made of -----------------------------------------------------------------------------------
 
-_NAMES = tuple(LAYOUTS)
+_NAMES = tuple(RECORD_LAYOUTS)
 BESIDE_JSON = "another `caption` or `text` in the .json"
 IMAGE_BESIDE_JSON = "an image that the .json does not name"
 _KEYS = (
@@ -154,7 +154,7 @@ _KEYS = (
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
     "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON,
 )  # fmt: skip
-"""All of the layouts, and what a source itself leaves out (``Row.unused``). Only added to, as ``LAYOUTS``."""
+"""All of the layouts, and what a source itself leaves out (``Row.unused``). Only added to, as ``RECORD_LAYOUTS``."""
 _CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""
@@ -165,8 +165,8 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
     name = layout_of(record, layout.captions)
     if not name:
         return 0
-    kept = {*LAYOUTS[name].keys(record), *(() if name in _CHATS else _OF_CHATS)}
-    keys = [key for key in _KEYS if key in record and key not in kept and record[key] not in (None, "", [])]
+    layout_keys = {*RECORD_LAYOUTS[name].keys(record), *(() if name in _CHATS else _OF_CHATS)}
+    keys = [key for key in _KEYS if key in record and key not in layout_keys and record[key] not in (None, "", [])]
     if name == "conversations":
         names = [turn.get("image_path") for turn in record["conversations"] if isinstance(turn, Mapping)]
         for key in {"image", "images"} & {*keys}:  # turns name the images of a sample of a tar
@@ -179,11 +179,11 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
 
 def unused_records(codes: Array) -> dict[str, Array]:
     """What records do not use, as words, and their numbers, most first. ``codes`` [N]: ``unused_keys`` of each."""
-    known, inverse = np.unique(codes, return_inverse=True)
+    values, inverse = np.unique(codes, return_inverse=True)
     records = {}
     for number, name in enumerate(_NAMES, start=1):
         for bit, key in enumerate(_KEYS):
-            here = ((known & (1 << _SHIFT) - 1) == number) & (known >> _SHIFT + bit & 1 == 1)
+            here = ((values & (1 << _SHIFT) - 1) == number) & (values >> _SHIFT + bit & 1 == 1)
             if here.any():
                 text = key if "`" in key or " " in key else f"`{key}`"
                 records[f"{text}, which the layout `{name}` does not use"] = np.flatnonzero(here[inverse])

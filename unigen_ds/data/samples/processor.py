@@ -35,7 +35,7 @@ class Processor(Protocol):
     """What loading a batch needs of a processor; it is copied to each loader process."""
 
     seed: int
-    """Of dropout and noise."""
+    """Seed of dropout and noise."""
     dropout: Mapping[str, float]
     """Kind of condition (``Split.condition``) -> the probability that one is left out."""
 
@@ -105,11 +105,10 @@ class ConversationProcessor:
 
     def read_image(self, image: str | Path | ImageContent | Image.Image) -> Image.Image:
         """A picture as this model's family reads it, in RGB or L. Raises ``UnreadableImage``."""
-        decoded = image if isinstance(image, Image.Image) else open_image(image)
-        return flatten(decoded, white=self.on_white)
+        return flatten(image if isinstance(image, Image.Image) else open_image(image), white=self.on_white)
 
     def header(self, path: str, *, keep: bool) -> ImageHeader:
-        """Of an image; ``keep``: read the whole file, for decoding it next."""
+        """Return the header of an image; ``keep``: read the whole file, which is decoded next."""
         return image_header(ImageContent(path) if keep else path)
 
     def plan(self, turns: Sequence[Turn], where: object = "", **options: bool) -> Sample:
@@ -122,13 +121,12 @@ class ConversationProcessor:
         self, records: Iterable[tuple[Sequence[Turn], object]], *, keep_images: bool = False
     ) -> Iterator[Sample]:
         """``plan`` of each (turns, where); texts are tokenized together. ``keep_images``: they are decoded next."""
-        merged = [(_merge(turns), where) for turns, where in records]
-        texts = [turn.value for turns, _ in merged for turn in turns if turn.kind == "text"]
+        conversations = [(_merge(turns), where) for turns, where in records]
+        texts = [turn.value for turns, _ in conversations for turn in turns if turn.kind == "text"]
         together = getattr(self.tokenizer, "encode_texts", None)  # a user's own tokenizer may have "encode" alone
         ids = iter(together(texts) if together else map(self.tokenizer.encode, texts))
-        for turns, where in merged:
-            splits = tuple(self.splits_of(turns, ids, where, keep_images=keep_images))
-            yield Sample(splits, plain=is_document(turns))
+        for turns, where in conversations:
+            yield Sample(tuple(self.splits_of(turns, ids, where, keep_images=keep_images)), plain=is_document(turns))
 
     def splits_of(
         self, turns: Sequence[Turn], ids: Iterator[Sequence[int]], where: object, *, keep_images: bool
@@ -154,8 +152,7 @@ class ConversationProcessor:
                 f"{where} is a tensor of shape {tuple(image.shape)}",
                 allowed=f"[{channels}, H, W] with sides that are multiples of {stride}, at most {table * stride}",
             )
-        grid = (height // stride, width // stride)
-        return ImageSplit(where, kind, grid, tensor=image.float())
+        return ImageSplit(where, kind, (height // stride, width // stride), tensor=image.float())
 
 
 def is_document(turns: Sequence[Turn]) -> bool:
@@ -165,11 +162,11 @@ def is_document(turns: Sequence[Turn]) -> bool:
 
 def _merge(turns: Sequence[Turn]) -> list[Turn]:
     """Neighbouring texts of one message are one text."""
-    merged: list[Turn] = []
+    merged_turns: list[Turn] = []
     for turn in turns:
-        last = merged[-1] if merged else None
+        last = merged_turns[-1] if merged_turns else None
         if last is not None and turn.kind == last.kind == "text" and same_message(last, turn):
-            merged[-1] = last._replace(value=f"{last.value}\n{turn.value}")
+            merged_turns[-1] = last._replace(value=f"{last.value}\n{turn.value}")
         else:
-            merged.append(turn)
-    return merged
+            merged_turns.append(turn)
+    return merged_turns

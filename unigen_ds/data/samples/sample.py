@@ -37,7 +37,7 @@ class Tally:
         self.images = self.unknown = self.other_targets = 0
 
 
-class Loaded(Protocol):
+class LoadedSplit(Protocol):
     """A split with its tensors."""
 
     def place(self, builder: Any, position: int) -> int:
@@ -76,7 +76,7 @@ class Split:
         return ""
 
     def shortened(self, num_tokens: int) -> Split | None:
-        """At most its first ``num_tokens``, fewer than it has, without its last target where that is not in them. None:
+        """Return at most its first ``num_tokens``, fewer than it has, without a last target that is not in them. None:
         it cannot be shortened, and is left out.
         """
         return None
@@ -92,22 +92,22 @@ class Split:
         """The kind of condition that dropout may remove (a key of ``Processor.dropout``); None: it always stays."""
         return None
 
-    def dropped(self) -> Loaded | None:
+    def dropped(self) -> LoadedSplit | None:
         """What replaces it where condition dropout removes it."""
         return None
 
-    def load(self, processor: Any, key: tuple[object, ...] | None) -> Loaded:
+    def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedSplit:
         """The split with its tensors: decoded, with its noise drawn. Every random number is keyed by ``key``; None: for
         inference, where nothing is random. Raises ``UnreadableImage`` where its sample must be left out.
         """
         raise NotImplementedError
 
     def pixels(self, processor: Any) -> Tensor:
-        """Of a ``drawn`` one: the record's own picture, ``[C, H, W]`` in [-1, 1]. Raises ``UnreadableImage``."""
+        """The record's picture of a ``drawn`` split, ``[C, H, W]`` in [-1, 1]. Raises ``UnreadableImage``."""
         raise NotImplementedError
 
     def picture_size(self, processor: Any) -> tuple[int, int]:
-        """Of a ``drawn`` one: (height, width) in pixels."""
+        """(height, width) in pixels of the picture of a ``drawn`` split."""
         height, width = self.pixels(processor).shape[1:]
         return height, width
 
@@ -124,31 +124,31 @@ class Sample:
     def num_tokens(self) -> int:
         return sum(split.num_tokens for split in self.splits)
 
-    def truncated(self, seq_length: int) -> Sample:
+    def truncate(self, seq_length: int) -> Sample:
         """A text is shortened, an image is kept whole or removed with all after it; the last token predicts nothing."""
-        kept: list[Split] = []
-        left = seq_length
+        splits: list[Split] = []
+        space = seq_length
         for split in self.splits:
-            if split.num_tokens <= left:
-                kept.append(split)
-                left -= split.num_tokens
+            if split.num_tokens <= space:
+                splits.append(split)
+                space -= split.num_tokens
                 continue
-            if (first := split.shortened(left)) is not None:
-                kept.append(first)
+            if (first := split.shortened(space)) is not None:
+                splits.append(first)
             break
-        return replace(self, splits=tuple(kept))
+        return replace(self, splits=tuple(splits))
 
     def part(self, start: int, stop: int) -> Sample:
         """Tokens ``start .. stop`` of a record of texts."""
-        kept, first = [], 0
+        parts, first = [], 0
         for split in self.splits:
             begin, end = max(start - first, 0), min(stop - first, split.num_tokens)
             if (begin, end) == (0, split.num_tokens):
-                kept.append(split)
+                parts.append(split)
             elif begin < end:
-                kept.append(split.part(begin, end))
+                parts.append(split.part(begin, end))
             first += split.num_tokens
-        return replace(self, splits=tuple(kept))
+        return replace(self, splits=tuple(parts))
 
 
 def num_pieces(num_tokens: Any, seq_length: int) -> Any:

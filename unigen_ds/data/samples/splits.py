@@ -24,12 +24,12 @@ from torch import Tensor
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
 from unigen_ds.data.images.augment import Augment, apply_changes
 from unigen_ds.data.images.image_files import ImageContent, UnreadableImage, patchify
-from unigen_ds.data.samples.sample import IGNORED, Loaded, Split, Tally, TextTokenizer
+from unigen_ds.data.samples.sample import IGNORED, LoadedSplit, Split, Tally, TextTokenizer
 from unigen_ds.system.seeding import generator
 
 ImageKind = Literal["vit", "vae", "noise"]
 END = -1
-"""As ``TextSplit.following``: the end token."""
+"""The value of ``TextSplit.following`` that means the end token."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class ImageSplit(Split):
         grid = (image.shape[1] // stride, image.shape[2] // stride)
         if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
             raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
-        image = augmented(image, processor.augment, processor.vit_augment if vit else (), key)
+        image = augment_image(image, processor.augment, processor.vit_augment if vit else (), key)
         if vit:
             return LoadedImage(self, vit_patches=patchify(image, stride))
         assert key is not None, "an image is drawn with noise"
@@ -252,7 +252,7 @@ def count_image(tally: Tally, split: Split) -> None:
     tally.unreadable += bool(split.error)
 
 
-def augmented(
+def augment_image(
     image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
 ) -> Tensor:
     """``image`` after changes of its record, then its own. ``key``: of its split, its number last; None: as it is."""
@@ -291,7 +291,7 @@ class PackedBuilder:
         self._patch_lengths: list[int] = []
         self._latents: list[tuple[LoadedImage, int]] = []
 
-    def add_document(self, loaded: Sequence[Loaded]) -> None:
+    def add_document(self, loaded: Sequence[LoadedSplit]) -> None:
         """One sample, as its loaded splits. Rotary positions restart at 0."""
         start, position = self.num_tokens, 0
         for split in loaded:
@@ -321,11 +321,11 @@ class PackedBuilder:
             return
         start = self.num_tokens
         self.add_text(ids, range(start, start + len(ids)))
-        predicted = [(start + i, target) for i, target in enumerate(targets) if target != IGNORED]
-        self._target_index += (index for index, _ in predicted)
-        self._target_ids += (target for _, target in predicted)
-        weight = 1.0 / math.sqrt(len(predicted)) if predicted and self.processor.ce_reweight else 1.0
-        self._target_weight += [weight] * len(predicted)
+        pairs = [(start + i, target) for i, target in enumerate(targets) if target != IGNORED]
+        self._target_index += (index for index, _ in pairs)
+        self._target_ids += (target for _, target in pairs)
+        weight = 1.0 / math.sqrt(len(pairs)) if pairs and self.processor.ce_reweight else 1.0
+        self._target_weight += [weight] * len(pairs)
         self.add_split(len(ids), mode, torch.arange(position, position + len(ids)))
 
     def add_patches(self, patches: Tensor, index: Tensor, position_ids: Tensor, lengths: tuple[int, ...]) -> None:
@@ -363,24 +363,24 @@ class PackedBuilder:
             document_ids=torch.repeat_interleave(torch.arange(len(documents)), documents),
             split_ids=torch.repeat_interleave(torch.arange(len(splits)), splits),
             split_modes=_integers(self._split_modes),
-            position_ids=_joined(self._positions, integers),
+            position_ids=_join(self._positions, integers),
             text_ids=_integers(self._text_ids),
             text_index=_integers(self._text_index),
             text_target_ids=_integers(self._target_ids),
             text_target_index=_integers(self._target_index),
             text_target_weight=torch.tensor(self._target_weight, dtype=torch.float32),
-            vit_patches=_joined(patches, torch.empty(0, width)),
-            vit_index=_joined(vit_index, integers),
-            vit_position_ids=_joined(vit_positions, integers),
+            vit_patches=_join(patches, torch.empty(0, width)),
+            vit_index=_join(vit_index, integers),
+            vit_position_ids=_join(vit_positions, integers),
             vit_lengths=tuple(self._patch_lengths),
             vae_images=images,
             vae_noise=noise,
             latent_shapes=grids,
-            latent_index=_joined(indices, integers),
-            latent_position_ids=_joined([_grid_positions(g, processor.max_latent_size) for g in grids], integers),
-            timesteps=_joined(times, torch.empty(0)),
-            flow_noise=_joined(flows, torch.empty(0, z * p * p)),
-            image_target_index=_joined(targets, integers),
+            latent_index=_join(indices, integers),
+            latent_position_ids=_join([_grid_positions(g, processor.max_latent_size) for g in grids], integers),
+            timesteps=_join(times, torch.empty(0)),
+            flow_noise=_join(flows, torch.empty(0, z * p * p)),
+            image_target_index=_join(targets, integers),
             document_lengths=tuple(self._document_lengths),
             num_sequences=num_sequences,
             num_samples=len(sample_ids),
@@ -400,5 +400,5 @@ def _grid_positions(grid: tuple[int, int], table: int) -> Tensor:
     return (rows[:, None] * table + columns).flatten()
 
 
-def _joined(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
+def _join(parts: Sequence[Tensor], empty: Tensor) -> Tensor:
     return torch.cat(list(parts)) if parts else empty

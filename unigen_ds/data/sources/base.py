@@ -74,9 +74,9 @@ class Names(Sequence[str]):
     @staticmethod
     def to_arrays(texts: Sequence[str], kind: str) -> Arrays:
         """What ``in_arrays`` gets, of any texts, also those of bytes that are no UTF-8."""
-        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
-        ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
-        return {f"{kind}_letters": np.frombuffer(b"".join(encoded), np.uint8), f"{kind}_ends": ends}
+        contents = [text.encode("utf-8", "surrogateescape") for text in texts]
+        ends = np.cumsum([len(one) for one in contents], dtype=np.int64)
+        return {f"{kind}_letters": np.frombuffer(b"".join(contents), np.uint8), f"{kind}_ends": ends}
 
     @classmethod
     def in_arrays(cls, arrays: Arrays, kind: str) -> Names:
@@ -104,7 +104,7 @@ class RecordSource:
     captions: ClassVar[Captions | None] = "generate"
     """What an image with a text teaches, where the data set does not set it (``records.parse_record``)."""
     suffixes: ClassVar[Sequence[str]] = ()
-    """Of the files of this format, in lower case; one source is made of each file. Empty: of a folder as a whole."""
+    """Suffixes of this format's files, in lower case; each file becomes one source. Empty: a folder becomes one."""
     batch: ClassVar[int] = 256
     """Records that are read and planned together: few, where they have large values."""
 
@@ -140,7 +140,7 @@ class RecordSource:
         return cache_folder(self.origin, cache_dir)
 
     def content_digest(self, folder: Path | None) -> str:
-        """Of all its records, before they are read. ``folder``: where it may be kept."""
+        """Digest of all bytes of the files, before records are read. ``folder``: where it may be kept."""
         return contents_digest(self.files, folder, name=self.origin.name)
 
     @property
@@ -174,7 +174,7 @@ class RecordSource:
         return self.label, index
 
 
-class Joined(RecordSource):
+class Sources(RecordSource):
     """Several sources of one format, one after the other. ``name``: how messages call all of them."""
 
     def __init__(self, sources: Sequence[RecordSource], name: str) -> None:
@@ -204,12 +204,12 @@ class Joined(RecordSource):
         for source in self.sources:
             scans.append(source.scan())
             source.use(scans[-1])
-        joined: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for name in sorted(set().union(*scans)):
-            parts = [arrays.get(name, np.empty(0, np.int64)) for arrays in scans]
-            joined[name] = np.concatenate(parts)
-            joined[f"{name}_of_each"] = np.asarray([len(part) for part in parts], np.int64)
-        return joined
+            parts = [scan.get(name, np.empty(0, np.int64)) for scan in scans]
+            arrays[name] = np.concatenate(parts)
+            arrays[f"{name}_of_each"] = np.asarray([len(part) for part in parts], np.int64)
+        return arrays
 
     def use(self, arrays: Arrays) -> None:
         names = [name for name in arrays if f"{name}_of_each" in arrays]

@@ -15,10 +15,10 @@ from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.data.cache.array_cache import cache_folder
 from unigen_ds.data.records.unusable import instead_of
-from unigen_ds.data.sources.base import Joined, RecordSource
+from unigen_ds.data.sources.base import RecordSource, Sources
 from unigen_ds.data.sources.image_folder import METADATA, images_in, visible
 from unigen_ds.data.sources.tables import ParquetSource, is_saved
-from unigen_ds.data.sources.unpacked import COMPRESSED, unpacked_file
+from unigen_ds.data.sources.unpacked import COMPRESSIONS, unpacked_file
 from unigen_ds.data.sources.webdataset import IMAGES
 from unigen_ds.system.log import notice
 
@@ -30,7 +30,7 @@ PATTERN = re.compile(r"[*?\[]")
 def default_name(data_path: DataPath) -> str:
     """The first part of sample ids: the stem of the first file, without the signs of a pattern."""
     first = Path(data_path if isinstance(data_path, (str, Path)) else next(iter(data_path), "data"))
-    path = first.with_suffix("") if first.suffix.lower() in COMPRESSED else first
+    path = first.with_suffix("") if first.suffix.lower() in COMPRESSIONS else first
     if not PATTERN.search(path.name):
         return path.stem
     return PATTERN.split(path.stem)[0].rstrip("-_.") or path.parent.name or "data"
@@ -49,8 +49,8 @@ def open_source(
     paths, spec = requested_format(data_path, format)
     is_hub = spec.get("type") == "huggingface"
     if not is_hub and (urls := [str(path) for path in paths if "://" in str(path)]):
-        allowed = "files and folders of this machine; urls with streaming=True"
-        raise ConfigError(f"data_path {urls[0]!r} is a url", allowed=allowed, remedy="streaming=True of the data set")
+        choices = "files and folders of this machine; urls with streaming=True"
+        raise ConfigError(f"data_path {urls[0]!r} is a url", allowed=choices, remedy="streaming=True of the data set")
     matches = [Path(path) for path in paths] if is_hub else [one for path in paths for one in matching(path)]
     if not matches:
         raise ConfigError("data_path is an empty list", allowed="a file, a folder, a pattern, or a list of files")
@@ -62,7 +62,7 @@ def open_source(
     sources = [open_file(file, cls, options, cache_dir) for file in files]
     for source in sources:
         source.columns = columns or {}
-    return sources[0] if len(sources) == 1 else Joined(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
+    return sources[0] if len(sources) == 1 else Sources(sources, f"{', '.join(map(str, paths))} ({len(sources)} files)")
 
 
 def requested_format(
@@ -83,12 +83,12 @@ def open_file(
     """One file of a known format. ``label``: how messages call it; None: by its path."""
     if getattr(cls, "suffixes", ()) and not path.is_file():  # a pipe would be waited for
         raise DataError(f"data file {path} is not a file")
-    packed = path.suffix.lower() in (*COMPRESSED, ".tgz")
-    folder = cache_folder(path, cache_dir) if packed or issubclass(cls, ParquetSource) else None
-    file = unpacked_file(path, folder) if packed else path
+    is_packed = path.suffix.lower() in (*COMPRESSIONS, ".tgz")
+    folder = cache_folder(path, cache_dir) if is_packed or issubclass(cls, ParquetSource) else None
+    file = unpacked_file(path, folder) if is_packed else path
     source: RecordSource = cls(file, label=label or str(path), folder=folder, **options)
     source.options = options
-    if packed:
+    if is_packed:
         source.origin = path
     return source
 
@@ -105,7 +105,7 @@ def matching(path: str | Path) -> list[Path]:
 
 
 def by_numbers(path: str | Path) -> list[tuple[int, int, str]]:
-    """By name, numbers by their value: part-10 comes after part-9, so that a new part is appended."""
+    """Sort key: names, with numbers by their value: part-10 comes after part-9, so that a new part is appended."""
     parts = re.split(r"(\d+)", str(path))
     return [(1, int(part), part) if i % 2 else (0, 0, part) for i, part in enumerate(parts)]
 
@@ -117,13 +117,13 @@ def by_suffix() -> dict[str, str]:
 
 def suffix_of(path: Path) -> str:
     """Return the last suffix, of a compressed file the one before."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSED else path.suffix.lower()
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in COMPRESSIONS else path.suffix.lower()
 
 
 def one_format(paths: Sequence[Path]) -> str:
     """Return the format of some files and folders. Raises ``DataError`` where they have several."""
-    known = by_suffix()  # a file with another suffix is JSON
-    kinds = {path: _format_of_folder(path) if path.is_dir() else known.get(suffix_of(path), JSON) for path in paths}
+    formats = by_suffix()  # a file with another suffix is JSON
+    kinds = {path: _format_of_folder(path) if path.is_dir() else formats.get(suffix_of(path), JSON) for path in paths}
     if len(set(kinds.values())) > 1:
         first = ", ".join(f"{path.name}: {kind}" for path, kind in list(kinds.items())[:5])
         problem = f"the files of data_path have several formats ({first})"
@@ -154,7 +154,7 @@ def _format_of_folder(folder: Path) -> str:
         return TEXT
     raise DataError(
         f"folder {folder} has no data file",
-        allowed=f"files with one of the suffixes {', '.join(sorted(formats))} (and {', '.join(COMPRESSED)}), images"
+        allowed=f"files with one of the suffixes {', '.join(sorted(formats))} (and {', '.join(COMPRESSIONS)}), images"
         " with captions, or a folder of save_to_disk",
     )
 
@@ -166,8 +166,8 @@ def files_of(path: Path, cls: type) -> list[Path]:
         remedy = instead_of(path, suffixes)
         if not path.suffix and is_hub_name(str(path)):
             remedy += f"; format='huggingface' for the data set {path} of the hub"
-        allowed = f"a file with the suffix {' or '.join(suffixes)}"
-        raise DataError(f"data file {path} does not exist", allowed=allowed, remedy=remedy)
+        requirement = f"a file with the suffix {' or '.join(suffixes)}"
+        raise DataError(f"data file {path} does not exist", allowed=requirement, remedy=remedy)
     if not suffixes or not path.is_dir():
         return [path]
     inside = [file for file in visible(path) if file.is_file()]

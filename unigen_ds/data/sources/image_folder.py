@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unigen_ds.config.registry import SOURCES
-from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.image_files import lost
-from unigen_ds.data.records.records import short_value
+from unigen_ds.core.errors import DataError, short_value
+from unigen_ds.data.images.image_files import lost_file_error
 from unigen_ds.data.records.unusable import MalformedRecord, decode_text
 from unigen_ds.data.sources.base import Arrays, Names, RecordSource, Row
 from unigen_ds.data.sources.text_files import CsvSource, JsonSource
@@ -121,15 +120,15 @@ class ImageFolderSource(RecordSource):
         try:
             raw = text.read_bytes()
         except OSError as error:
-            raise lost(text, error.strerror) from error
+            raise lost_file_error(text, error.strerror) from error
         return Row({"image": name, "caption": decode_text(raw, where).strip()}, where)
 
     def _list(self, entry: Row) -> Row:
         record = {key: value for key, value in entry.record.items() if key != _FILE_NAME}
         record["image"] = self._file_name(entry)
-        renamed = {name for key, name in self.columns.items() if key in record}
+        new_names = {name for key, name in self.columns.items() if key in record}
         caption = next((key for key in _CAPTIONS if key in record), None)
-        if caption and not renamed & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
+        if caption and not new_names & {*_LAYOUTS, *_CAPTIONS} and not record.keys() & set(_LAYOUTS):
             record["caption"] = record.pop(caption)
         return Row(record, entry.where)
 

@@ -48,7 +48,7 @@ _WHOLE = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>refs
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _VERSIONS = ("blob_id", "ETag", "etag", "md5Hash", "checksum", "LastModified", "Last-Modified", "mtime")
 """Facts of file systems that change with a file's content."""
-_DIGESTED = 2
+_DIGEST_MIB = 2
 """MiB of a local shard, at its beginning and its end, by which it is recognised: there may be thousands of shards."""
 _SILENCE_S = 60.0
 """Seconds without a byte, or without a connection, after which a transfer over HTTP is interrupted."""
@@ -83,10 +83,10 @@ class DataShard:
     def is_whole(self, file: Path) -> bool:
         """Whether ``file`` is the shard, as far as its size shows it."""
         try:
-            found = file.stat()  # once: another process may be replacing a damaged copy
+            status = file.stat()  # once: another process may be replacing a damaged copy
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return stat.S_ISREG(found.st_mode) and self.size in (None, found.st_size)
+        return stat.S_ISREG(status.st_mode) and self.size in (None, status.st_size)
 
 
 class ShardList:
@@ -197,7 +197,7 @@ class ShardList:
         if "file" in filesystem.protocol:
             if info["type"] != "file":
                 raise FileNotFoundError(path)
-            return info["size"], quick_digest(Path(path), blocks=_DIGESTED)
+            return info["size"], quick_digest(Path(path), blocks=_DIGEST_MIB)
         lfs = info.get("lfs")
         digest = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
         version = next((value for value in (digest, *map(info.get, _VERSIONS)) if value), None)
@@ -259,8 +259,7 @@ def _files_of_hub(name: str, *, split: str | None = None, config: str | None = N
     datasets = require("datasets", what)
     settings = {key: value for key, value in settings.items() if value is not None}
     try:
-        builder = datasets.load_dataset_builder(name, config, **settings)
-        files = getattr(builder.config, "data_files", None) or {}
+        files = getattr(datasets.load_dataset_builder(name, config, **settings).config, "data_files", None) or {}
     except (FileNotFoundError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "LocalEntryNotFoundError" in text:  # the hub did not answer: another attempt may succeed
@@ -281,7 +280,7 @@ def _ranges(text: str) -> list[str]:
 
 
 def _names(urls: Sequence[str]) -> list[str]:
-    """Of each shard: its path below the folder that all have in common, so that data may be moved."""
+    """Return each shard's path below the folder that all have in common, so that data may be moved."""
     paths = [re.sub(r"^\w+://[^/]*", "", url).partition("?")[0] if "://" in url else url for url in urls]
     if len(paths) == 1:
         return [PurePosixPath(paths[0]).name]

@@ -25,7 +25,7 @@ from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import StoredImage
 from unigen_ds.data.records.unusable import MalformedRecord
-from unigen_ds.data.sources.base import Arrays, Joined, RecordSource, Row
+from unigen_ds.data.sources.base import Arrays, RecordSource, Row, Sources
 from unigen_ds.data.sources.unpacked import AGAIN, copy_of, require
 
 _FILE_MAGIC = b"ARROW1"
@@ -110,14 +110,14 @@ class ArrowSource(RecordSource):
         if getattr(self._local, "pid", None) != os.getpid():
             with self._table.open("rb") as stream:
                 is_file = stream.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-            mapped, ipc = self._arrow.memory_map(str(self._table), "r"), self._arrow.ipc
-            reader = ipc.open_file(mapped) if is_file else ipc.open_stream(mapped)
+            memory, ipc = self._arrow.memory_map(str(self._table), "r"), self._arrow.ipc
+            reader = ipc.open_file(memory) if is_file else ipc.open_stream(memory)
             batches = None if is_file else list(reader)
             number = reader.num_record_batches if batches is None else len(batches)
             read = reader.get_batch if batches is None else batches.__getitem__
-            self._local.opened, self._local.pid = (reader.schema, number, read), os.getpid()
-        opened: tuple[Any, int, Callable[[int], Any]] = self._local.opened
-        return opened
+            self._local.groups, self._local.pid = (reader.schema, number, read), os.getpid()
+        groups: tuple[Any, int, Callable[[int], Any]] = self._local.groups
+        return groups
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ def is_saved(folder: Path) -> bool:
 
 
 @SOURCES.register_module(name="huggingface")
-class HuggingFaceSource(Joined):
+class HuggingFaceSource(Sources):
     """One split of a data set. Raises ``DataError`` where it cannot be loaded.
 
     Args:
@@ -210,13 +210,13 @@ class HuggingFaceSource(Joined):
         data_files: Any = None,
         revision: str | None = None,
     ) -> None:
-        what, saved = f"the Hugging Face data set {str(path)!r}", is_saved(Path(path))
+        what, on_disk = f"the Hugging Face data set {str(path)!r}", is_saved(Path(path))
         datasets, arrow = require("datasets", what), require("pyarrow", what)
         options = {"name": config, "data_files": data_files, "revision": revision}
         try:
             rows = (
                 datasets.load_from_disk(str(path))
-                if saved
+                if on_disk
                 else datasets.load_dataset(str(path), split=split, **options)
             )
             if isinstance(rows, Mapping):
@@ -241,11 +241,11 @@ class HuggingFaceSource(Joined):
 
 def choose_split(split: str | None, splits: Sequence[str], what: str) -> str:
     """Return the split that is asked for, or ``train``, or the only one. Raises ``DataError`` where there is none."""
-    chosen = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
-    if chosen not in splits:
+    choice = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+    if choice not in splits:
         remedy = "format=dict(type='huggingface', split=...)"
-        raise DataError(f"{what} has no split {chosen!r}", allowed=", ".join(splits), remedy=remedy)
-    return chosen
+        raise DataError(f"{what} has no split {choice!r}", allowed=", ".join(splits), remedy=remedy)
+    return choice
 
 
 def download_first(name: str) -> str:

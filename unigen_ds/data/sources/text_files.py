@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from unigen_ds.config.registry import SOURCES, checked
-from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.errors import ConfigError, DataError, short_value
 from unigen_ds.data.images.image_files import Span
-from unigen_ds.data.records.records import RATINGS, Captions, short_value
+from unigen_ds.data.records.ratings import RATING_KEYS
+from unigen_ds.data.records.records import Captions
 from unigen_ds.data.records.unusable import MalformedRecord, check_data_file, decode_text
 from unigen_ds.data.sources.base import Arrays, RecordSource, Row
 from unigen_ds.system.files import quick_digest
@@ -33,13 +34,13 @@ _BOM = b"\xef\xbb\xbf"
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
 _PARAGRAPH = re.compile(rb"[^\s](?:.*?)(?=\n[ \t\r]*\n|\s*\Z)", re.DOTALL)
-_NESTED = (
+_LIST_COLUMNS = (
     "conversations", "messages", "texts", "images", "image_list", "instruction_list", "input_images", "output_images",
-    *(f"{name}_ratings" for name in RATINGS),
+    *RATING_KEYS,
 )  # fmt: skip
 """Columns of a CSV whose cells are lists, written as JSON."""
-_COUNTED = threading.local()
-"""Of a thread the last file, line and byte: many bad records follow each other, and the file is read once for all."""
+_LAST_POSITION = threading.local()
+"""Last file, line and byte of each thread: many bad records follow each other, and their file is read once."""
 
 
 class Position(NamedTuple):
@@ -54,14 +55,14 @@ class Position(NamedTuple):
         with self.path.open("rb") as stream:
             status = os.fstat(stream.fileno())
             file = self.path, status.st_ino, status.st_mtime_ns
-            known, lines, at = getattr(_COUNTED, "last", (None, 1, 0))
-            if known != file or at > self.offset:
+            last_file, lines, at = getattr(_LAST_POSITION, "last", (None, 1, 0))
+            if last_file != file or at > self.offset:
                 lines, at = 1, 0
             stream.seek(at)
             while at < self.offset and (block := stream.read(min(self.offset - at, 1 << 20))):
                 lines += block.count(b"\n")
                 at += len(block)
-        _COUNTED.last = file, lines, at
+        _LAST_POSITION.last = file, lines, at
         return f"{self.label or self.path}:{lines}"
 
 
@@ -186,7 +187,7 @@ class JsonSource(RangeSource):
         return (quick_digest(self.path),)
 
     def spans(self) -> Iterable[tuple[int, int]]:
-        """Of the lines of a JSONL file, or the elements of an array: the first character decides which it is."""
+        """Bounds of the lines of JSONL, or of the elements of an array: the first character decides which it is."""
         with self.path.open("rb") as stream:
             first = next((text for line in stream if (text := line.removeprefix(_BOM).strip())), b"")
         return _element_spans(self.path) if first.startswith(b"[") else line_spans(self.path)
@@ -262,10 +263,10 @@ class CsvSource(RangeSource):
         except csv.Error as error:
             raise MalformedRecord(f"{position}: no valid CSV: {error}") from error
         if len(cells) != len(self.names):
-            allowed = f"{len(self.names)}, as the first row"
-            raise MalformedRecord(f"{position}: the row has {len(cells)} cells", allowed=allowed)
+            requirement = f"{len(self.names)}, as the first row"
+            raise MalformedRecord(f"{position}: the row has {len(cells)} cells", allowed=requirement)
         record: dict[str, Any] = dict(zip(self.names, cells, strict=True))
-        for name in filter(record.__contains__, _NESTED):
+        for name in filter(record.__contains__, _LIST_COLUMNS):
             try:
                 record[name] = json.loads(record[name])
             except (ValueError, RecursionError) as error:

@@ -21,7 +21,7 @@ from unigen_ds.system.files import hold_lock, size_text, write_atomic
 from unigen_ds.system.log import notice
 from unigen_ds.system.machine import import_optional
 
-COMPRESSED = (".gz", ".zst")
+COMPRESSIONS = (".gz", ".zst")
 AGAIN = "copy or write the file again, or name another one"
 _BLOCK = 8 << 20
 _SPARE = 64 << 20

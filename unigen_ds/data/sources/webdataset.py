@@ -138,18 +138,18 @@ class WebDatasetSource(RecordSource):
             record = _with_images(record, by_name, names)
         except RecursionError as error:
             raise MalformedRecord(f"{where}: its values are nested too deeply") from error
-        unused = []
+        unused_parts = []
         if text is not None:
             others = [record.pop(name) for name in ("caption", "text") if isinstance(record.get(name), str)]
             if any(other.strip() not in ("", text) for other in others):
-                unused.append(BESIDE_JSON)
+                unused_parts.append(BESIDE_JSON)
             record["caption" if images else "text"] = text
         if images and not {"image", "images", "image_path", "image_list", "instruction"} & record.keys():
             several = list(images.values())
             record |= {"image": several[0]} if len(several) == 1 else {"images": several}
         elif any(not {suffix, f"{stem}.{suffix}"} & names for suffix in images):
-            unused.append(IMAGE_BESIDE_JSON)
-        return Row(record, where, unused)
+            unused_parts.append(IMAGE_BESIDE_JSON)
+        return Row(record, where, unused_parts)
 
 
 def _parts(name: str) -> tuple[str, str, str]:

@@ -18,7 +18,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.data.samples.sample import IGNORED
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-Encoded = tuple[list[int], list[int]]
+Encoding = tuple[list[int], list[int]]
 """Ids of a text, and where in it each begins."""
 
 
@@ -39,9 +39,9 @@ class RenderedChat:
         reply: bool = False,
         marked: bool = False,
         last: bool = False,
-        unlearned: Collection[int] = (),
+        without_loss: Collection[int] = (),
     ) -> RenderedChat:
-        """By the chat template of a fast tokenizer of transformers.
+        """Render a conversation with the chat template of a fast tokenizer of transformers.
 
         Args:
             messages: ``{"role": ..., "content": ...}``, as the template accepts them.
@@ -64,19 +64,19 @@ class RenderedChat:
                 **tokenizer.special_tokens_map,
             )
             marks = tuple(bound for block in blocks for bound in block)
-            if unlearned and len(marks) != 2 * len(answers):
+            if without_loss and len(marks) != 2 * len(answers):
                 raise DataError(
                     f"the chat template marks {len(marks) // 2} parts of {len(answers)} assistant messages, and some"
                     " have the weight 0",
                     remedy="a template with one {% generation %} block for each of them, in tokenizer.chat_template",
                 )
-            if unlearned:
-                learned = [k for k, number in enumerate(answers) if number not in unlearned]
-                marks = tuple(bound for k in learned for bound in marks[2 * k : 2 * k + 2])
+            if without_loss:
+                parts = [k for k, number in enumerate(answers) if number not in without_loss]
+                marks = tuple(bound for k in parts for bound in marks[2 * k : 2 * k + 2])
             return cls(text, marks[-2:] if last else marks)
         text = _render(tokenizer, messages, reply=reply)
         bounds: list[int] = []
-        answers = [number for number in answers if number not in unlearned]
+        answers = [number for number in answers if number not in without_loss]
         if last:  # before a reply it is the one that is to come
             answers = [] if reply else answers[-1:]
         for number in answers:
@@ -92,20 +92,20 @@ class RenderedChat:
         return cls(text, tuple(bounds))
 
     def from_assistant(self, starts: Sequence[int]) -> list[bool]:
-        """Of tokens by where each begins: whether it is the assistant's."""
+        """Whether each token, which begins at one of ``starts`` in the text, is the assistant's."""
         return [bool(bisect_right(self.bounds, start) % 2) for start in starts]
 
 
-def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoded]:
+def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoding]:
     """Each of some rendered conversations, in one call."""
     if not texts:
         return []
-    encoded = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
-    starts = [[start for start, _ in offsets] for offsets in encoded["offset_mapping"]]
-    return list(zip(encoded["input_ids"], starts, strict=True))
+    encoding = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True)
+    starts = [[start for start, _ in offsets] for offsets in encoding["offset_mapping"]]
+    return list(zip(encoding["input_ids"], starts, strict=True))
 
 
-def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Encoded]:
+def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]]) -> Iterator[Encoding]:
     """``encode_rendered`` of chats with the signs of ``Special.encode_shielded``; those without any in one call."""
     together = iter(encode_rendered(tokenizer.chat, [text for text, signs in chats if not signs]))
     for text, signs in chats:

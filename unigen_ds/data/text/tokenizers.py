@@ -34,13 +34,11 @@ class Special:
 
     def __init__(self, tokenizer: Any, names: Iterable[str]) -> None:
         self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        spelled = {token.content: number for number, token in added.items() if token.special}
-        spelled |= {name: tokenizer.convert_tokens_to_ids(name) for name in names}
-        self._ids = spelled
-        self.ids = {number for number in spelled.values() if number != tokenizer.unk_token_id}
-        longest_first = sorted(map(re.escape, spelled), key=len, reverse=True)
-        self._pattern = re.compile("|".join(longest_first))
+        ids = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+        self._ids = ids
+        self.ids = {number for number in ids.values() if number != tokenizer.unk_token_id}
+        self._pattern = re.compile("|".join(sorted(map(re.escape, ids), key=len, reverse=True)))  # longest first
 
     def is_spelled_in(self, text: str) -> bool:
         """Whether ``text`` spells a special token."""
@@ -52,12 +50,12 @@ class Special:
 
     def _ordinary(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text without special tokens, and where each begins."""
-        encoded = self._tokenizer(
+        encoding = self._tokenizer(
             text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
         )
-        ids = list(encoded["input_ids"])
+        ids = list(encoding["input_ids"])
         if self.ids.isdisjoint(ids):
-            return ids, [start for start, _ in encoded["offset_mapping"]]
+            return ids, [start for start, _ in encoding["offset_mapping"]]
         # the vocabulary itself, or an added token that is not marked special, has the spelling: split into characters
         edges = {p for match in self._pattern.finditer(text) for p in range(match.start(), match.end() + 1)}
         bounds = sorted({0, len(text), *edges})
@@ -78,26 +76,25 @@ class Special:
         present = set("".join(texts))
         free = (chr(code) for code in _PRIVATE if chr(code) not in present)
         signs = dict(zip(spellings, free, strict=False))
-        shielded = [self._pattern.sub(lambda match: signs[match.group()], text) for text in texts]
-        return shielded, {sign: spelling for spelling, sign in signs.items()}
+        safe_texts = [self._pattern.sub(lambda match: signs[match.group()], text) for text in texts]
+        return safe_texts, {sign: spelling for spelling, sign in signs.items()}
 
     def encode_shielded(self, text: str, signs: Mapping[str, str]) -> tuple[list[int], list[int]]:
         """Ids of a rendered chat, and where in ``text`` each begins: its own special tokens stay, not shielded ones."""
         ids: list[int] = []
         starts: list[int] = []
-        done = 0
+        position = 0
         for match in [*self._pattern.finditer(text), None]:
-            segment = text[done : match.start() if match else len(text)]
+            segment = text[position : match.start() if match else len(text)]
             if segment:
-                widths = [len(signs.get(character, " ")) for character in segment]
-                offsets = [0, *accumulate(widths)]
+                offsets = [0, *accumulate(len(signs.get(character, " ")) for character in segment)]
                 part, begins = self._ordinary("".join(signs.get(character, character) for character in segment))
                 ids += part
-                starts += [done + min(bisect_right(offsets, begin), len(segment)) - 1 for begin in begins]
+                starts += [position + min(bisect_right(offsets, begin), len(segment)) - 1 for begin in begins]
             if match:
                 ids.append(self._ids[match.group()])
                 starts.append(match.start())
-                done = match.end()
+                position = match.end()
         return ids, starts
 
 
@@ -174,8 +171,7 @@ class WordTokenizer(_Tokenizer):
         from tokenizers.pre_tokenizers import Whitespace
         from transformers import PreTrainedTokenizerFast
 
-        special = ("<pad>", "<unk>", *_SPECIAL)
-        vocabulary = {word: i for i, word in enumerate(dict.fromkeys((*special, *words)))}
+        vocabulary = {word: i for i, word in enumerate(dict.fromkeys(("<pad>", "<unk>", *_SPECIAL, *words)))}
         inner = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
         inner.pre_tokenizer = Whitespace()  # type: ignore[assignment]
         fast = PreTrainedTokenizerFast(
@@ -266,8 +262,8 @@ class ModelTokenizer(_Tokenizer):
         template = chat_template or tokenizer.chat_template or own
         tokenizer.chat_template = template.get("default") if isinstance(template, Mapping) else template
         super().__init__(tokenizer, (tokenizer.bos_token or tokenizer.eos_token, *(tokenizer.eos_token,) * 3))
-        stated = self._read_json("generation_config.json").get("eos_token_id")
-        self.end_ids = frozenset({self.eos_id, *(stated if isinstance(stated, list) else [stated])}) - {None}
+        end_ids = self._read_json("generation_config.json").get("eos_token_id")
+        self.end_ids = frozenset({self.eos_id, *(end_ids if isinstance(end_ids, list) else [end_ids])}) - {None}
         """Each of them ends an answer."""
         facts = repr((tokenizer.chat_template, sorted(self.files.items()))) + learn * (learn != "all")
         self.fingerprint += "/" + hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
@@ -289,14 +285,14 @@ class ModelTokenizer(_Tokenizer):
 def _folder(path: str) -> Path:
     """The folder of a tokenizer. Raises ``ConfigError`` for one without, or that is neither here nor a hub's name."""
     folder = folder_of(path, where="tokenizer.path", weights=False)
-    allowed = "a folder with tokenizer.json, or a name on the hub: organisation/name"
+    choices = "a folder with tokenizer.json, or a name on the hub: organisation/name"
     if folder.is_dir():
         if not any((folder / name).is_file() for name in _FILES):
-            held = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
-            raise ConfigError(f"tokenizer.path {path!r} holds no tokenizer (it holds: {held})", allowed=allowed)
+            names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5]) or "nothing"
+            raise ConfigError(f"tokenizer.path {path!r} holds no tokenizer (it holds: {names})", allowed=choices)
     elif "/" in path or folder.exists():
         remedy = f"check the path; a relative one begins at {Path.cwd()}"
-        raise ConfigError(f"tokenizer.path is {path!r}, and there is no such folder", allowed=allowed, remedy=remedy)
+        raise ConfigError(f"tokenizer.path is {path!r}, and there is no such folder", allowed=choices, remedy=remedy)
     return folder
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.files import hold_lock, write_text_atomic
 
-NEEDED = ("checkpoint", "out")
+NEEDED_FIELDS = ("checkpoint", "out")
 """What a command must contain in braces: a checkpoint's directory, and the file for the result."""
 FIELDS = ("checkpoint", "step", "out")
 """What it may contain: ``step`` is the checkpoint's update."""
@@ -36,7 +36,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 _SHELL_TEXT = ("--wrap", "-c")
 """Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
 RESULT = re.compile(r"step_(\d+)\.json")
-_SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
+_JOB_NUMBER = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
 _LAUNCHER = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT"
     r"|(TORCHELASTIC|GROUP|ROLE|PMI|OMPI)_.*|SLURM_(?!CONF$).*"
@@ -68,7 +68,7 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
         problem = f"{where} is {command!r}: {error}"
         raise ConfigError(problem, allowed="a command as typed, or a list of texts") from error
     fields = {name for argument in arguments for name in _FIELD.findall(argument)}
-    wrong = [f"has no {{{name}}}" for name in NEEDED if name not in fields]
+    wrong = [f"has no {{{name}}}" for name in NEEDED_FIELDS if name not in fields]
     wrong += [f"has {{{name}}}" for name in sorted(fields - {*FIELDS})]
     if wrong:
         raise ConfigError(
@@ -134,8 +134,7 @@ class JobFolder:
         """The number that ``sbatch`` printed; None: it accepted nothing, or the command is another one."""
         if os.path.basename(job.command[0]) != "sbatch" or self.status(job) not in (0, _ENDED_UNSEEN):
             return None
-        matches = map(_SUBMITTED.fullmatch, self.output(job.update))
-        return next((match[1] for match in matches if match), None)
+        return next((match[1] for match in map(_JOB_NUMBER.fullmatch, self.output(job.update)) if match), None)
 
     def results(self) -> list[tuple[int, Path]]:
         """Updates and files of all results that are there, in order."""
@@ -168,7 +167,7 @@ class JobFolder:
                 subprocess.run(("scancel", batch_job), stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
 
     def status(self, job: Job) -> int | str | None:
-        """Of the command, below 0 where a signal ended it or nobody saw its end; or ``running``; None: it waits."""
+        """Exit status (below 0: a signal ended the command, or nobody saw its end), ``running``, or None: it waits."""
         with contextlib.suppress(OSError):
             text = self.file(job.update, "status").read_text(encoding="utf-8").strip()
             return text if text == _RUNNING else int(text)

@@ -30,11 +30,11 @@ from unigen_ds.system import dist
 from unigen_ds.system.files import file_digest
 from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
-from unigen_ds.system.machine import installed
+from unigen_ds.system.machine import installed_version
 
 EXTRA = "'unigen_ds[metrics]'"
 NOT_USED = "none"
-"""In a provenance: this metric has no such thing."""
+"""The text of a provenance for what a metric does not have."""
 
 
 class Metric:
@@ -164,12 +164,12 @@ def evaluated(metric: Metric, *, checkpoint: str, made_by: Mapping[str, str] | N
 
 def require_version(distribution: str) -> str:
     """Its version. Raises ``ConfigError`` with the extra to install."""
-    if (number := installed(distribution)) is None:
+    if (number := installed_version(distribution)) is None:
         raise ConfigError(f"the package {distribution} is not installed", remedy=f"pip install {EXTRA}")
     return number
 
 
-def text(value: Any, *, what: str, key: str) -> str:
+def check_text(value: Any, *, what: str, key: str) -> str:
     """A text as it is. Raises ``DataError`` for anything else."""
     if not isinstance(value, str):
         raise DataError(f"sample {key!r}: {what} is {type(value).__name__}", allowed="a text")
@@ -185,8 +185,8 @@ def text_pairs(
         several = reference if isinstance(reference, (list, tuple)) else [reference]
         if not several:
             raise DataError(f"sample {key!r}: the reference is empty", allowed="a text, or a list of at least one")
-        answers = [text(one, what="the reference", key=key) for one in several]
-        pairs.append((text(prediction, what="the prediction", key=key), answers))
+        answers = [check_text(one, what="the reference", key=key) for one in several]
+        pairs.append((check_text(prediction, what="the prediction", key=key), answers))
     return pairs
 
 
@@ -249,7 +249,7 @@ class LocalModel:
             )
 
     def details(self) -> dict[str, str]:
-        """For the provenance: the name, and a hash of the config, the weights, the tokenizer and the processor."""
+        """Return name and hash of config, weights, tokenizer and processor, for the provenance."""
         self.check()
         digest = blake2b(digest_size=16)
         for path in sorted(self.folder.iterdir()):
@@ -262,8 +262,8 @@ class LocalModel:
         images = self.image_processor
         size, crop = (dict(getattr(images, name, None) or {}) for name in ("size", "crop_size"))
         filter_name = Image.Resampling(int(getattr(images, "resample", 3))).name.lower()
-        cropped = f", crop {crop}" if getattr(images, "do_center_crop", False) else ""
-        return f"{filter_name}, antialiased, {size}{cropped}"
+        cropping = f", crop {crop}" if getattr(images, "do_center_crop", False) else ""
+        return f"{filter_name}, antialiased, {size}{cropping}"
 
     @cached_property
     def model(self) -> Any:
@@ -306,7 +306,7 @@ def device() -> torch.device:
 
 
 @contextmanager
-def exact() -> Iterator[None]:
+def exact_arithmetic() -> Iterator[None]:
     """No gradients, no autocast, and float32 as float32: TF32 would change features by a thousandth."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -323,8 +323,8 @@ def exact() -> Iterator[None]:
 
 
 def vectors_of(values: Sequence[Any], compute: Callable[[list[Any]], torch.Tensor]) -> np.ndarray:
-    """``compute`` of ``BATCH_SIZE`` values at a time, ``exact``: shape (values, dimensions)."""
-    with exact():
+    """``compute`` of ``BATCH_SIZE`` values at a time, ``exact_arithmetic``: shape (values, dimensions)."""
+    with exact_arithmetic():
         parts = [compute(list(values[n : n + BATCH_SIZE])) for n in range(0, len(values), BATCH_SIZE)]
         return torch.cat(parts).cpu().numpy()
 

@@ -15,11 +15,20 @@ from torch.nn import functional as F
 
 from unigen_ds.config.registry import METRICS, MODELS, build
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.evaluation.metrics.base import NOT_USED, LocalModel, Metric, device, pictures, pool, text, vectors_of
+from unigen_ds.evaluation.metrics.base import (
+    NOT_USED,
+    LocalModel,
+    Metric,
+    check_text,
+    device,
+    pictures,
+    pool,
+    vectors_of,
+)
 from unigen_ds.system.log import logger
 
 WEIGHT = 2.5
-"""Of CLIP-S (Hessel et al., 2021), which brings its values from about 0 to 0.4 to about 0 to 1."""
+"""Factor of CLIP-S (Hessel et al., 2021): it brings values of about 0 to 0.4 to about 0 to 1."""
 
 
 def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
@@ -30,8 +39,8 @@ def as_tensor(images: Sequence[Image.Image], size: int | None) -> Tensor:
     """
     sizes = {image.size for image in images}
     if size is None and len(sizes) > 1:
-        listed = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
-        raise DataError(f"the images have {len(sizes)} sizes: {listed}", remedy="give resize, or images of one size")
+        examples = ", ".join(f"{width} x {height}" for width, height in sorted(sizes)[:3])
+        raise DataError(f"the images have {len(sizes)} sizes: {examples}", remedy="give resize, or images of one size")
     tensors = [torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) for image in images]
     if size is not None:
         tensors = [F.interpolate(one[None], (size, size), mode="bicubic", antialias=True)[0] for one in tensors]
@@ -62,8 +71,8 @@ class FID(Metric):
         self._module = build(MODELS, extractor, where=where) if isinstance(extractor, Mapping) else extractor
         self._resize = resize
         if self.local is None and not callable(self._module):
-            allowed = "a folder with a vision model of transformers, dict(type=...) of a registered module, or a module"
-            raise ConfigError(f"{where} is {extractor!r}", allowed=allowed)
+            choices = "a folder with a vision model of transformers, dict(type=...) of a registered module, or a module"
+            raise ConfigError(f"{where} is {extractor!r}", allowed=choices)
         if self.local is not None and resize is not None:
             raise ConfigError(f"FID.resize is {resize}", remedy="leave it out: the folder's processor resizes")
         own = self.local.name if self.local else getattr(self._module, "__name__", type(self._module).__name__)
@@ -188,7 +197,7 @@ class CLIPScore(ClipMetric):
 
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         images = pictures(predictions, keys, what="the prediction")
-        prompts = [text(one, what="the prompt", key=key) for one, key in zip(references, keys, strict=True)]
+        prompts = [check_text(one, what="the prompt", key=key) for one, key in zip(references, keys, strict=True)]
         products = self.of_images(images) * self.of_texts(prompts)
         return products.astype(np.float64).sum(-1, keepdims=True).tolist()
 
@@ -218,7 +227,9 @@ class MultimodalConsistency(ClipMetric):
         for pair, key in zip(predictions, keys, strict=True):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise DataError(f"sample {key!r}: the prediction is {type(pair).__name__}", allowed="(text, picture)")
-        texts = [text(one, what="the generated text", key=key) for (one, _), key in zip(predictions, keys, strict=True)]
+        texts = [
+            check_text(one, what="the generated text", key=key) for (one, _), key in zip(predictions, keys, strict=True)
+        ]
         images = pictures([one for _, one in predictions], keys, what="the generated picture")
         return list(np.concatenate([self.of_texts(texts), self.of_images(images)], axis=-1))
 

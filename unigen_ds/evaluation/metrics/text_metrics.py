@@ -15,7 +15,15 @@ from annotated_types import Ge
 
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.evaluation.metrics.base import BATCH_SIZE, EXTRA, LocalModel, Metric, device, exact, text_pairs
+from unigen_ds.evaluation.metrics.base import (
+    BATCH_SIZE,
+    EXTRA,
+    LocalModel,
+    Metric,
+    device,
+    exact_arithmetic,
+    text_pairs,
+)
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import import_optional
 
@@ -180,15 +188,15 @@ class BERTScore(Metric):
         if self._layer is not None and layers and self._layer > layers:
             raise ConfigError(f"BERTScore.layer is {self._layer}", allowed=f"1 to {layers}, the layers of the model")
         # RoBERTa's first position is after it
-        unused = getattr(getattr(model, "embeddings", None), "padding_idx", None)
-        positions = getattr(model.config, "max_position_embeddings", 512) - (0 if unused is None else unused + 1)
+        padding = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+        positions = getattr(model.config, "max_position_embeddings", 512) - (0 if padding is None else padding + 1)
         limit = min(int(tokenizer.model_max_length), int(positions))
         self.local.warn_of_truncated(tokenizer, {*predictions, *references}, limit)
 
         def tokens(texts: list[str], **_: Any) -> Any:  # torchmetrics asks for padding to the limit: 512 vectors a text
             return tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
 
-        with exact():
+        with exact_arithmetic():
             scores = package("torchmetrics.functional.text", "BERTScore").bert_score(
                 predictions, references, model=model, user_tokenizer=tokens, num_layers=self._layer,
                 batch_size=BATCH_SIZE, device=device(),

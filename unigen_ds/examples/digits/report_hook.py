@@ -1,4 +1,4 @@
-"""At the end of the digits run: does the model draw the requested digit, and read the digit in an image?
+"""A report at the end of the digits run: does the model draw the requested digit, and read the digit in an image?
 
 A classifier that is independent of the model reads the drawn digits: a support vector machine trained on the 1,500 real
 training images (scikit-learn's example setting, about 99 % on the 297 held-out images). Captions must match exactly.
@@ -20,12 +20,12 @@ from unigen_ds.examples.demo import ReportHook, average_of
 from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, DigitsDataset, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.sampler import draw, read
+from unigen_ds.families.bagel.sampler import draw, read_texts
 from unigen_ds.hooks.base import Run
 from unigen_ds.system import dist
 
 DRAWN_PER_DIGIT = 20
-_SHOWN = 10
+_COLUMNS = 10
 
 
 @HOOKS.register_module()
@@ -69,19 +69,19 @@ def evaluate_digits(
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")
     classifier = train_classifier(train_images, train_labels)
-    requested = np.repeat(np.arange(10), DRAWN_PER_DIGIT)
-    prompts = [draw_prompt(digit) for digit in requested.tolist()]
+    digits = np.repeat(np.arange(10), DRAWN_PER_DIGIT)
+    prompts = [draw_prompt(digit) for digit in digits.tolist()]
     pictures = torch.stack(draw(model, processor, prompts, size=train_images.shape[1:], flow=flow, seed=seed))[:, 0]
     # [-1, 1] -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show
-    drawn = ((pictures.float().cpu().clamp(-1, 1) + 1) * 8).round().div(16).numpy()
-    classified = classifier.predict(drawn.reshape(len(drawn), -1))
-    texts = read(model, processor, [_picture(image) for image in held_images])
+    drawings = ((pictures.float().cpu().clamp(-1, 1) + 1) * 8).round().div(16).numpy()
+    predictions = classifier.predict(drawings.reshape(len(drawings), -1))
+    texts = read_texts(model, processor, [_picture(image) for image in held_images])
     right = [text == caption(digit) for text, digit in zip(texts, held_labels.tolist(), strict=True)]
     results = {
-        "prompt_accuracy": float((classified == requested).mean()),
+        "prompt_accuracy": float((predictions == digits).mean()),
         "caption_accuracy": float(np.mean(right)),
         "judge_accuracy": float(classifier.score(held_images.reshape(len(held_images), -1), held_labels)),
-        "drawn": len(requested),
+        "drawn": len(digits),
         "captioned": len(right),
         "judge": f"sklearn SVC(gamma=0.256) on {TRAIN_SIZE} real images",
         "guidance": flow.text_scale,
@@ -90,11 +90,11 @@ def evaluate_digits(
     cells = []
     for digit, word in enumerate(WORDS):
         scans = train_images[train_labels == digit]
-        for number, scan in zip(np.flatnonzero(requested == digit)[:_SHOWN], scans, strict=False):
-            cells.append(Cell([_picture(drawn[number]), _picture(scan)], word, bool(classified[number] != digit)))
+        for number, scan in zip(np.flatnonzero(digits == digit)[:_COLUMNS], scans, strict=False):
+            cells.append(Cell([_picture(drawings[number]), _picture(scan)], word, bool(predictions[number] != digit)))
     title = f"Drawn by the model (the classifier agrees on {results['prompt_accuracy']:.1%}), and a real scan."
     title += f" Of {results['captioned']} held-out scans {results['caption_accuracy']:.1%} are read correctly."
-    return results, contact_sheet(cells, columns=_SHOWN, title=title, side=40)
+    return results, contact_sheet(cells, columns=_COLUMNS, title=title, side=40)
 
 
 def train_classifier(images: np.ndarray, labels: np.ndarray) -> Any:

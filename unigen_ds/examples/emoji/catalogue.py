@@ -23,15 +23,15 @@ HUES = {"red": 0, "orange": 28, "green": 110, "blue": 212, "purple": 272, "pink"
 """The hue of each colour that an object can have, in degrees."""
 TONES = {"light": "1F3FB", "medium light": "1F3FC", "medium": "1F3FD", "medium dark": "1F3FE", "dark": "1F3FF"}
 """Unicode's modifier of each skin tone."""
-PLAIN = ""
+_PLAIN = ""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One picture: ``look`` is a colour, a skin tone, or ``PLAIN``."""
+    """One picture: ``look`` is a colour, a skin tone, or ``_PLAIN``."""
 
     emoji: str
-    look: str = PLAIN
+    look: str = _PLAIN
 
     @property
     def held_out(self) -> bool:
@@ -44,7 +44,7 @@ class Variant:
     def phrase(self) -> str:
         """``blue car``, ``baby with dark skin``; a plain one has its name alone."""
         name = self.emoji.replace("_", " ")
-        if self.look == PLAIN:
+        if self.look == _PLAIN:
             return name
         return f"{name} with {self.look} skin" if self.emoji in PEOPLE else f"{self.look} {name}"
 
@@ -70,26 +70,26 @@ def _article(phrase: str) -> str:
 
 
 def looks_of(emoji: str) -> tuple[str, ...]:
-    """All but ``PLAIN``."""
+    """All but ``_PLAIN``."""
     return tuple(HUES if emoji in OBJECTS else TONES)
 
 
 @cache
 def variants(*, held_out: bool | None = None) -> tuple[Variant, ...]:
     """All, or those that are held out, or all others; in a fixed order."""
-    every = (Variant(emoji, look) for emoji in (*OBJECTS, *PEOPLE) for look in (PLAIN, *looks_of(emoji)))
+    every = (Variant(emoji, look) for emoji in (*OBJECTS, *PEOPLE) for look in (_PLAIN, *looks_of(emoji)))
     return tuple(each for each in every if held_out in (None, each.held_out))
 
 
 def edits(*, held_out: bool) -> Iterator[tuple[Variant, Variant]]:
     """(before, after): two looks; ``after`` is never plain. Held out: to the held-out look, from plain and another."""
     for emoji in (*OBJECTS, *PEOPLE):
-        trained = [each for each in variants(held_out=False) if each.emoji == emoji]
+        train_variants = [each for each in variants(held_out=False) if each.emoji == emoji]
         if held_out:
             [after] = (each for each in variants(held_out=True) if each.emoji == emoji)
-            yield from ((before, after) for before in (trained[0], trained[-1]))
+            yield from ((before, after) for before in (train_variants[0], train_variants[-1]))
         else:
-            yield from ((a, b) for a in trained for b in trained if b not in (a, trained[0]))
+            yield from ((a, b) for a in train_variants for b in train_variants if b not in (a, train_variants[0]))
 
 
 def vocabulary() -> list[str]:

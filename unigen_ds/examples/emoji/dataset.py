@@ -75,16 +75,16 @@ def picture(variant: Variant) -> Image.Image:
     if variant.look in HUES:  # saturation and value stay, and so white does
         _, saturation, value = image.convert("RGB").convert("HSV").split()
         hue = Image.new("L", image.size, round(HUES[variant.look] * _HUE_STEPS))
-        turned = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
-        turned.putalpha(image.getchannel("A"))
-        image = turned
+        rgb = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
+        rgb.putalpha(image.getchannel("A"))
+        image = rgb
     paper = Image.new("RGBA", image.size, "white")
     paper.alpha_composite(image)
     return paper.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 
 def stored_picture(root: Path, variant: Variant) -> Image.Image:
-    """As the files have it."""
+    """Read the picture from its file."""
     return Image.open(root / variant.file).convert("RGB")
 
 
@@ -93,17 +93,17 @@ def _write(folder: Path) -> None:
     for variant in variants():
         picture(variant).save(folder / variant.file)
     for split, held_out in (("train", False), ("val", True)):
-        chosen = variants(held_out=held_out)
+        split_variants = variants(held_out=held_out)
         lines = {
-            "draw": [record(("user", "text", v.request()), ("assistant", "image", v.file)) for v in chosen],
-            "read": [record(("user", "image", v.file), ("assistant", "text", v.caption())) for v in chosen],
+            "draw": [record(("user", "text", v.request()), ("assistant", "image", v.file)) for v in split_variants],
+            "read": [record(("user", "image", v.file), ("assistant", "text", v.caption())) for v in split_variants],
             "edit": [
                 record(("user", "image", a.file), ("user", "text", b.instruction()), ("assistant", "image", b.file))
                 for a, b in edits(held_out=held_out)
             ],
         }
-        for task, listed in lines.items():
-            (folder / f"{task}_{split}.jsonl").write_text("".join(listed), encoding="utf-8")
+        for task, records in lines.items():
+            (folder / f"{task}_{split}.jsonl").write_text("".join(records), encoding="utf-8")
 
 
 class EmojiClassifier:
@@ -127,20 +127,20 @@ class EmojiClassifier:
             raise DataError(f"a picture of {image.size[0]} x {image.size[1]} pixels", allowed=f"{SIDE} x {SIDE}")
         return self.variants[int(np.linalg.norm(self._true - _pixels(image), axis=1).argmin())]
 
-    def error(self, image: Image.Image, asked: Variant) -> float:
-        """Distance to the true picture of ``asked``; 1 is that of a blank sheet."""
-        true = self._true[self.variants.index(asked)]
+    def error(self, image: Image.Image, target: Variant) -> float:
+        """Distance to the true picture of ``target``; 1 is that of a blank sheet."""
+        true = self._true[self.variants.index(target)]
         return float(np.linalg.norm(true - _pixels(image)) / np.linalg.norm(true - 1.0))
 
-    def right(self, image: Image.Image, asked: Variant) -> bool:
-        return self.nearest(image) == asked and self.error(image, asked) <= LIMIT
+    def right(self, image: Image.Image, target: Variant) -> bool:
+        return self.nearest(image) == target and self.error(image, target) <= LIMIT
 
 
 @METRICS.register_module()
 class EmojiAccuracy(Metric):
-    """For ``EvaluateHook``: ``emoji_right``, the share of pictures that are right; ``emoji_shape`` and ``emoji_look``,
-    those of which the nearest true picture has the emoji, or the colour or skin tone, that was asked for;
-    ``emoji_error``, the mean distance from the true picture, where a blank sheet has 1. A reference is a true picture.
+    """Shares of pictures: ``emoji_right``, those that are right; ``emoji_shape`` and ``emoji_look``, those of which the
+    nearest true picture has the emoji, or the colour or skin tone, that was asked for. ``emoji_error`` is the mean
+    distance from the true picture, where a blank sheet has 1. A reference is a true picture.
 
     Args:
         root: folder of the pictures, as of ``EmojiDataset``.
@@ -156,9 +156,9 @@ class EmojiAccuracy(Metric):
     def rows(self, predictions: Sequence[Any], references: Sequence[Any], keys: Sequence[str]) -> Sequence[Any]:
         rows = []
         for image, reference in zip(predictions, references, strict=True):
-            asked, seen = self._classifier.nearest(reference), self._classifier.nearest(image)
-            right, error = self._classifier.right(image, asked), self._classifier.error(image, asked)
-            rows.append([right, seen.emoji == asked.emoji, seen.look == asked.look, error])
+            target, nearest = self._classifier.nearest(reference), self._classifier.nearest(image)
+            right, error = self._classifier.right(image, target), self._classifier.error(image, target)
+            rows.append([right, nearest.emoji == target.emoji, nearest.look == target.look, error])
         return rows
 
     def values(self, table: np.ndarray) -> dict[str, float]:

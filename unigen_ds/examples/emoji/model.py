@@ -41,7 +41,7 @@ class EmojiModel(UnifiedModel):
 
 @FAMILIES.register_module()
 class EmojiFamily(Bagel):
-    """As ``Bagel``, but not exported: a model in BAGEL's directory predicts the velocity."""
+    """The family ``Bagel`` without its export: a model in BAGEL's directory predicts the velocity."""
 
     model = EmojiModel
     published: ClassVar[tuple[PublishedFormat, ...]] = ()
@@ -55,11 +55,11 @@ class EmojiTokenizer(WordTokenizer):
         super().__init__(words=vocabulary())
 
 
-BLOCK = 8
+_BLOCK = 8
 _COLOURS = ((3**-0.5, 3**-0.5, 3**-0.5), (2**-0.5, 0.0, -(2**-0.5)), (6**-0.5, -2 * 6**-0.5, 6**-0.5))
-"""Of red, green and blue: brightness, red against blue, both against green; orthonormal."""
+"""Weights of red, green and blue in brightness, in red against blue, and in both against green; orthonormal."""
 DIAGONALS = (7, 4, 4)
-"""Of frequencies that are kept of each: n have n (n + 1) / 2 numbers."""
+"""Number of diagonals of frequencies that each of them keeps: n diagonals have n (n + 1) / 2 numbers."""
 
 
 @AUTOENCODERS.register_module()
@@ -71,16 +71,16 @@ class CosineAutoencoder(nn.Module):
     the emoji, by a fitted formula: so low frequencies weigh most in the loss, and high ones are not lost in the noise.
     """
 
-    downsample = BLOCK
+    downsample = _BLOCK
 
     def __init__(self) -> None:
         super().__init__()
-        every = sorted(((row, column) for row in range(BLOCK) for column in range(BLOCK)), key=sum)
+        every = sorted(((row, column) for row in range(_BLOCK) for column in range(_BLOCK)), key=sum)
         lowest = [(n, *each) for n, diagonals in enumerate(DIAGONALS) for each in every if sum(each) < diagonals]
         self.latent_channels = len(lowest)
-        pixels = torch.arange(BLOCK, dtype=torch.float64)
-        waves = torch.cos(math.pi / BLOCK * (pixels + 0.5) * pixels[:, None])  # [8, 8]: frequency, pixel; orthonormal
-        waves = waves * torch.where(pixels == 0, 1.0, math.sqrt(2.0))[:, None] / math.sqrt(BLOCK)
+        pixels = torch.arange(_BLOCK, dtype=torch.float64)
+        waves = torch.cos(math.pi / _BLOCK * (pixels + 0.5) * pixels[:, None])  # [8, 8]: frequency, pixel; orthonormal
+        waves = waves * torch.where(pixels == 0, 1.0, math.sqrt(2.0))[:, None] / math.sqrt(_BLOCK)
         colours = torch.tensor(_COLOURS, dtype=torch.float64)
         parts = [(colours[colour], waves[row], waves[column]) for colour, row, column in lowest]
         basis = torch.stack([torch.einsum("c,h,w->chw", *each) for each in parts])
@@ -93,8 +93,8 @@ class CosineAutoencoder(nn.Module):
 
     def encode(self, images: Tensor, noise: Tensor) -> Tensor:
         """``[K, 3, H, W]`` in [-1, 1] -> ``[K, latent_channels, H / 8, W / 8]``; ``noise`` is not used."""
-        return F.conv2d(images, self.analysis, stride=BLOCK)
+        return F.conv2d(images, self.analysis, stride=_BLOCK)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Inverse of ``encode`` on pictures that have no other frequencies."""
-        return F.conv_transpose2d(latents, self.synthesis, stride=BLOCK)
+        return F.conv_transpose2d(latents, self.synthesis, stride=_BLOCK)

@@ -1,4 +1,4 @@
-"""At the end of the emoji run: a report about drawn, edited and read emoji."""
+"""A report about drawn, edited and read emoji, at the end of the emoji run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Task(NamedTuple):
     """What the model is asked for once the training is complete."""
 
     group: str
-    """``draw``, ``draw_new``, ``edit_new``, ``read`` or ``read_new``; new: the picture of ``asked`` is held out."""
-    asked: Variant
+    """``draw``, ``draw_new``, ``edit_new``, ``read`` or ``read_new``; new: the picture of ``target`` is held out."""
+    target: Variant
     before: Variant | None = None
 
 
-class Answer(NamedTuple):
+class GlyphAnswer(NamedTuple):
     """What the model answered."""
 
     task: Task
@@ -39,12 +39,12 @@ def tasks() -> list[Task]:
     """The plain emoji and a trained look of each, drawn and read; every held-out picture and edit."""
     held_out = variants(held_out=True)
     last = {variant.emoji: variant for variant in variants(held_out=False)}
-    trained = [variant for emoji in last for variant in (Variant(emoji), last[emoji])]
+    train_variants = [variant for emoji in last for variant in (Variant(emoji), last[emoji])]
     return [
-        *(Task("draw", variant) for variant in trained),
+        *(Task("draw", variant) for variant in train_variants),
         *(Task("draw_new", variant) for variant in held_out),
         *(Task("edit_new", after, before) for before, after in edits(held_out=True)),
-        *(Task("read", variant) for variant in trained),
+        *(Task("read", variant) for variant in train_variants),
         *(Task("read_new", variant) for variant in held_out),
     ]
 
@@ -74,21 +74,21 @@ class EmojiReportHook(ReportHook):
         def make(inferencer: Any, request: tuple[int, Task]) -> str | Image.Image:
             number, task = request
             if task.group.startswith("read"):
-                image = stored_picture(root, task.asked)
+                image = stored_picture(root, task.target)
                 return str(inferencer.unified_generate("", images=image, understand=True, max_length=12).text)
             images = [] if task.before is None else [stored_picture(root, task.before)]
-            prompt = task.asked.instruction() if images else task.asked.request()
-            generated = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
-            drawing: Image.Image = generated.images[0]
+            prompt = task.target.instruction() if images else task.target.request()
+            answer = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
+            drawing: Image.Image = answer.images[0]
             return drawing
 
-        asked = tasks()
-        own = generate_all(run.backend, run.processor, [*enumerate(asked)], make, weights=lambda: average_of(run))
-        gathered = dist.gather_to_main(own)
-        if gathered is None:
+        all_tasks = tasks()
+        own = generate_all(run.backend, run.processor, [*enumerate(all_tasks)], make, weights=lambda: average_of(run))
+        parts = dist.gather_to_main(own)
+        if parts is None:
             return None
-        values = {number: value for part in gathered for number, value in part.items()}
-        answers = answers_of([(task, values[number]) for number, task in enumerate(asked)], root)
+        values = {number: value for part in parts for number, value in part.items()}
+        answers = answers_of([(task, values[number]) for number, task in enumerate(all_tasks)], root)
         results = {**scores(answers), "flow": vars(self.flow)}
         shares = {name: f"{results[f'{name}_accuracy']:.0%} of {results[f'{name}_number']}"
                   for name in ("draw", "draw_new", "edit_new", "read_new")}  # fmt: skip
@@ -100,16 +100,16 @@ class EmojiReportHook(ReportHook):
         return results, samples(answers, root, title=summary), summary
 
 
-def answers_of(values: Sequence[tuple[Task, str | Image.Image]], root: Path) -> list[Answer]:
+def answers_of(values: Sequence[tuple[Task, str | Image.Image]], root: Path) -> list[GlyphAnswer]:
     """Whether each answer is right: a text word for word, a picture by the classifier."""
     classifier, answers = EmojiClassifier(root), []
     for task, value in values:
-        right = value == task.asked.caption() if isinstance(value, str) else classifier.right(value, task.asked)
-        answers.append(Answer(task, value, right))
+        right = value == task.target.caption() if isinstance(value, str) else classifier.right(value, task.target)
+        answers.append(GlyphAnswer(task, value, right))
     return answers
 
 
-def scores(answers: Sequence[Answer]) -> dict[str, Any]:
+def scores(answers: Sequence[GlyphAnswer]) -> dict[str, Any]:
     """``results.json``: accuracy and size of each group."""
     results: dict[str, Any] = {}
     for group in dict.fromkeys(each.task.group for each in answers):
@@ -119,15 +119,15 @@ def scores(answers: Sequence[Answer]) -> dict[str, Any]:
     return results
 
 
-def samples(answers: Sequence[Answer], root: Path, *, title: str) -> Image.Image:
+def samples(answers: Sequence[GlyphAnswer], root: Path, *, title: str) -> Image.Image:
     """Every second picture: before an edit, the model's, the true one. A red frame: the classifier disagrees."""
     cells = []
     for each in answers:
-        before, asked = each.task.before, each.task.asked
+        before, target = each.task.before, each.task.target
         if isinstance(each.value, Image.Image):
-            pictures = [each.value, stored_picture(root, asked)]
+            pictures = [each.value, stored_picture(root, target)]
             if before is not None:
                 pictures.insert(0, stored_picture(root, before))
-            text = asked.request() if before is None else asked.instruction()
+            text = target.request() if before is None else target.instruction()
             cells.append(Cell(pictures, text, wrong=not each.right))
     return contact_sheet(cells[::2], columns=9, title=title, side=64)

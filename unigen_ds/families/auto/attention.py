@@ -2,7 +2,7 @@
 
 Of a row with several documents transformers makes a mask of T x T tokens, of which SDPA makes one of numbers in every
 layer: at 32 k tokens 2 GB in bf16, kept for the backward pass. Here a mask function and an attention are registered
-with transformers under ``NAME``. Inside of ``documents`` the layers get a ``Documents`` in place of a mask, and the
+with transformers under ``_NAME``. Inside of ``documents`` the layers get a ``Documents`` in place of a mask, and the
 attention calls its plan (``models/attention.py``). Outside of it both are transformers' SDPA.
 
 Shape suffixes: T tokens, H heads, E head width.
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from unigen_ds.models.attention import Attend
 
-NAME = "unigen_documents"
+_NAME = "unigen_documents"
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def use_documents(model: Any, *, on: bool) -> None:
     """Switch the attention of the language model to this one (``on``) or to transformers' SDPA."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _mask)
     for config in _text_configs(model):
-        config._attn_implementation = NAME if on else "sdpa"
+        config._attn_implementation = _NAME if on else "sdpa"
 
 
 def is_causal(model: Any) -> bool:
@@ -78,7 +78,7 @@ def _text_configs(model: Any) -> list[Any]:
 
 
 def _mask(**options: Any) -> Any:
-    """As ``sdpa_mask`` of transformers."""
+    """Return the mask of documents where one is set, else that of ``sdpa_mask`` of transformers."""
     from transformers.masking_utils import sdpa_mask
 
     return _DOCUMENTS.get() or sdpa_mask(**options)
@@ -87,7 +87,7 @@ def _mask(**options: Any) -> Any:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """As ``sdpa_attention_forward`` of transformers, ``[1, H, T, E]`` each -> ``[1, T, H, E]``."""
+    """Compute attention like transformers' ``sdpa_attention_forward``: ``[1, H, T, E]`` each -> ``[1, T, H, E]``."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not isinstance(attention_mask, Documents):

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
-from unigen_ds.data.samples.sample import Loaded, Tally
+from unigen_ds.data.samples.sample import LoadedSplit, Tally
 from unigen_ds.data.samples.splits import PackedBuilder, unreadable
 from unigen_ds.families.chat import ChatImage
 
@@ -38,7 +38,7 @@ class ModelBatch(PackedBatch):
     the CPU: positions in images are computed of them."""
     num_pictures: int = 0
     added_tokens: int = 0
-    """At the end: of the image that no record has."""
+    """Number of tokens at the end that belong to an added image, which no record has."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,7 @@ class ModelBuilder(PackedBuilder):
     def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> ModelBatch:
         number, before, pictures = len(self.inputs), self.num_tokens, self.pictures
         if self.adds_plain and not number:
-            plain: Sequence[Loaded] = [pictures.plain]
+            plain: Sequence[LoadedSplit] = [pictures.plain]
             self.add_document(plain)
         packed = super().batch(num_sequences, sample_ids, skipped)
         fields: dict[str, Any] = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
@@ -128,12 +128,12 @@ def join(inputs: Sequence[Inputs], *, by_sample: bool) -> dict[str, Tensor]:
         parts = [each[name] for each in inputs]
         along = 1 if by_sample and parts[0].ndim > 1 and len(parts[0]) == 1 else 0
         largest = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
-        padded = []
+        pieces = []
         for part in parts:
             shape = [size if dim == along else largest[dim] for dim, size in enumerate(part.shape)]
             missing = [right - size for size, right in zip(part.shape, shape, strict=True)]
-            padded.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
-        tensors[name] = torch.cat(padded, along)
+            pieces.append(F.pad(part, [n for size in reversed(missing) for n in (0, size)]) if any(missing) else part)
+        tensors[name] = torch.cat(pieces, along)
     return tensors
 
 

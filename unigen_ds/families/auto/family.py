@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from unigen_ds.config.registry import FAMILIES
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
-from unigen_ds.families.auto.loading import build, config_of, read_weights
+from unigen_ds.families.auto.loading import auto_config, build_auto, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
 from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, read_statement
@@ -31,12 +31,12 @@ class ModelInferencer(TextInterface):
         self.reads_images = processor.pictures is not None
         self._image_ids = [] if processor.pictures is None else processor.pictures.token_ids
 
-    def prompt(self, text: str, images: Sequence[Path]) -> Sequence[Loaded]:
+    def prompt(self, text: str, images: Sequence[Path]) -> Sequence[LoadedSplit]:
         chat = self.processor.tokenizer.chat
         return super().prompt(text, images) if chat.chat_template else [TokenSplit.unlearned(chat(text)["input_ids"])]
 
     def write(
-        self, prompts: Sequence[Sequence[Loaded]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
+        self, prompts: Sequence[Sequence[LoadedSplit]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
         tokenizer, texts = self.processor.tokenizer, list[str]()
         write = self._in_step if getattr(self.model, "in_step", False) else self._generate
@@ -46,30 +46,30 @@ class ModelInferencer(TextInterface):
         return texts
 
     @torch.no_grad()
-    def _generate(self, prompt: Sequence[Loaded], max_new_tokens: int, choose: Choose) -> list[int]:
+    def _generate(self, prompt: Sequence[LoadedSplit], max_new_tokens: int, choose: Choose) -> list[int]:
         """The ids that follow a prompt, up to and with the first that ends an answer."""
         tokenizer, batch = self.processor.tokenizer, self._batch(prompt, adds_plain=False)
 
-        def chosen(_: Tensor, scores: Tensor) -> Tensor:
+        def keep_choice(_: Tensor, scores: Tensor) -> Tensor:
             token = torch.tensor(choose(self._of_text(scores), [0]), device=scores.device)
             return torch.full_like(scores, -torch.inf).index_fill(-1, token, 0.0)
 
         ids = self.model.transformers_model.generate(
             **self.model.inputs(batch.to(device_of(self.model))),
             max_new_tokens=min(max_new_tokens, tokens_left(len(batch.text_ids), self.model.max_document_tokens)),
-            logits_processor=[chosen],
+            logits_processor=[keep_choice],
             eos_token_id=sorted(tokenizer.end_ids),
             pad_token_id=tokenizer.eos_id,
         )
         return ids[0, len(batch.text_ids) :].tolist()
 
     @torch.no_grad()
-    def _in_step(self, prompt: Sequence[Loaded], max_new_tokens: int, choose: Choose) -> list[int]:
+    def _in_step(self, prompt: Sequence[LoadedSplit], max_new_tokens: int, choose: Choose) -> list[int]:
         """The same where ranks make each pass together: one over the whole document, of the same modules on each."""
         document, ids = [*prompt], list[int]()
         num_tokens = len(self._batch(document, adds_plain=False).text_ids)
-        left = tokens_left(num_tokens, self.model.max_document_tokens)
-        while len(ids) < min(max_new_tokens, left):
+        rest = tokens_left(num_tokens, self.model.max_document_tokens)
+        while len(ids) < min(max_new_tokens, rest):
             batch = self._batch(document, adds_plain=True)
             logits = self.model.next_token_logits(batch.to(device_of(self.model)))[:1]
             ids += choose(self._of_text(logits), [0])
@@ -82,7 +82,7 @@ class ModelInferencer(TextInterface):
         """The logits without the tokens of images: no answer has the features of one."""
         return logits.index_fill(-1, torch.tensor(self._image_ids, dtype=torch.int64, device=logits.device), -torch.inf)
 
-    def _batch(self, document: Sequence[Loaded], *, adds_plain: bool) -> ModelBatch:
+    def _batch(self, document: Sequence[LoadedSplit], *, adds_plain: bool) -> ModelBatch:
         builder = self.processor.builder()
         builder.adds_plain = builder.adds_plain and adds_plain
         builder.add_document(document)
@@ -102,16 +102,16 @@ class AutoDirectory(PublishedFormat):
         from transformers.models.auto import modeling_auto as names
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        stored = read_statement(folder / "config.json")
-        if stored.get("model_type") not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
+        config = read_statement(folder / "config.json")
+        if config.get("model_type") not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
             return False
-        classes = stored.get("architectures") or ()
+        classes = config.get("architectures") or ()
         kinds = {
             "AutoModelForImageTextToText": names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
             "AutoModelForCausalLM": names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         }
-        for auto, known in kinds.items():  # some kinds are of both
-            if any(each in known.values() for each in classes) if classes else stored["model_type"] in known:
+        for auto, by_kind in kinds.items():  # some kinds are of both
+            if any(each in by_kind.values() for each in classes) if classes else config["model_type"] in by_kind:
                 return auto == self.model.auto
         return False
 
@@ -122,8 +122,10 @@ class AutoDirectory(PublishedFormat):
         }
 
     def weights(self, folder: Path) -> Pretrained:
-        settings = config_of(folder, {})
-        return read_weights(folder, build(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto)
+        settings = auto_config(folder, {})
+        return read_weights(
+            folder, build_auto(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto
+        )
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
@@ -137,7 +139,7 @@ class AutoDirectory(PublishedFormat):
                 copy_files(
                     source,
                     folder,
-                    wanted=lambda name: name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS),
+                    accepts=lambda name: name != "config.json" and not name.endswith(TRANSFORMERS_WEIGHTS),
                 )
 
 

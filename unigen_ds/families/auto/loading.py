@@ -33,7 +33,7 @@ _FORMER_KEYS = ("rope_theta", "rope_scaling", "torch_dtype", "dtype", "model_typ
 """That configs of transformers accept and keep under other names."""
 
 
-def config_of(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
+def auto_config(folder: Path | None, changes: Mapping[str, Any], *, where: str = "model.config") -> Any:
     """transformers' config of a folder, with ``changes`` of its keys (also inside of its parts).
 
     Raises ``ConfigError`` for a kind of model or a value that cannot work.
@@ -52,50 +52,50 @@ def config_of(folder: Path | None, changes: Mapping[str, Any], *, where: str = "
         raise ConfigError(f"{where}.model_type is {changes['model_type']!r}, and the files have {kind!r}")
     try:
         config = None if folder is None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        stored = {"model_type": kind} if config is None else config.to_dict()
+        values = {"model_type": kind} if config is None else config.to_dict()
         if changes or config is None:
-            config = CONFIG_MAPPING[kind].from_dict(_over(stored, plain_values(changes)))
+            config = CONFIG_MAPPING[kind].from_dict(_over(values, plain_values(changes)))
     except Exception as error:  # strict dataclasses, the kind's own checks, JSON, the hub: many kinds
         raise ConfigError(f"{where if changes else source}: {' '.join(str(error).split())[:400]}") from error
-    _check_keys(changes, config, stored, where)
+    _check_keys(changes, config, values, where)
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{source} holds quantised weights", remedy="the model's unquantised files")
     return config
 
 
-def _check_keys(changes: Mapping[str, Any], config: Any, stored: Mapping[str, Any], where: str) -> None:
+def _check_keys(changes: Mapping[str, Any], config: Any, values: Mapping[str, Any], where: str) -> None:
     """Raise ``ConfigError`` for a key that a config's class does not have: transformers would keep it without a use."""
-    if set(changes) >= _OF_EVERY_CONFIG:  # a whole one of ``plain_config``, perhaps of another version of transformers
+    if set(changes) >= _OF_EVERY_CONFIG:  # a whole one of ``model_keys``, perhaps of another version of transformers
         return
     fields = {field.name for field in dataclasses.fields(config)}
-    known = {*fields, *config.attribute_map, *stored, *_FORMER_KEYS}
+    names = {*fields, *config.attribute_map, *values, *_FORMER_KEYS}
     for key, value in changes.items():
-        if key not in known:
-            raise UnknownKey(key, section=where, valid=known)
+        if key not in names:
+            raise UnknownKey(key, section=where, valid=names)
         if key in config.sub_configs and isinstance(value, Mapping) and getattr(config, key, None) is not None:
-            _check_keys(value, getattr(config, key), stored.get(key) or {}, f"{where}.{key}")
+            _check_keys(value, getattr(config, key), values.get(key) or {}, f"{where}.{key}")
 
 
-def plain_config(config: Any) -> dict[str, Any]:
+def model_keys(config: Any) -> dict[str, Any]:
     """Return plain values from which ``read_config(None, ...)`` makes the same config."""
 
     def of_model(values: dict[str, Any]) -> dict[str, Any]:
         """Leave out keys that change no number; called for each object of the JSON."""
         return {key: value for key, value in values.items() if key not in _NOT_THE_MODELS}
 
-    stored = json.loads(config.to_json_string(use_diff=False), object_hook=of_model)
-    return {"model_type": config.model_type, **stored}
+    plain = json.loads(config.to_json_string(use_diff=False), object_hook=of_model)
+    return {"model_type": config.model_type, **plain}
 
 
-def _over(stored: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(stored)
+def _over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(values)
     for key, value in changes.items():
-        below = stored.get(key)
-        merged[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
+        below = values.get(key)
+        result[key] = _over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result
 
 
-def build(auto: str, config: Any, *, attention: str | None, whole: bool) -> Any:
+def build_auto(auto: str, config: Any, *, attention: str | None, whole: bool) -> Any:
     """transformers' model of a config, in fp32, by its class ``auto``. ``ConfigError`` for a kind that this lacks.
 
     ``attention``: transformers' name of one; None: it chooses. ``whole``: with initial values; otherwise parameters are
@@ -144,27 +144,27 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
     Raises ``CheckpointError``, also for weights in another format than safetensors.
     """
     if not any(folder.glob("*.safetensors")):
-        held = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
+        bin_files = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
         raise CheckpointError(
-            f"{folder} holds no *.safetensors" + f" (it holds {held})" * bool(held),
+            f"{folder} holds no *.safetensors" + f" (it holds {bin_files})" * bool(bin_files),
             remedy="save it again with save_pretrained of transformers: other formats can execute code",
         )
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if index.is_file():  # a folder may have the same weights again in another program's names
-        named = stored_object(index).get("weight_map")
-        if not isinstance(named, dict):
+        weight_map = stored_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index} is damaged", allowed="an object with weight_map, a file for each tensor")
-        files = [folder / name for name in sorted(set(named.values()))]
-    stored: dict[str, Stored] = {}
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    file_tensors: dict[str, Stored] = {}
     for path in files:
-        stored |= stored_tensors(path, linear_patches=False)
-    tensors = _rename(stored, model)
+        file_tensors |= stored_tensors(path, linear_patches=False)
+    tensors = _rename(file_tensors, model)
     if tensors is None:
         tensors = _loaded_whole(folder, model.config, auto)
     # older files have the rotary frequencies
-    unused = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
-    return Pretrained(str(folder), {}, tensors, may_leave=f"({'|'.join(unused)})", may_grow=_VOCABULARY)
+    unused_names = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    return Pretrained(str(folder), {}, tensors, may_leave=f"({'|'.join(unused_names)})", may_grow=_VOCABULARY)
 
 
 def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | None:
@@ -178,13 +178,13 @@ def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | No
     rules = get_model_conversion_mapping(model)
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    renamed: dict[str, Stored] = {}
-    for name, stored in tensors.items():
-        ours, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if converted is not None:
+    by_own_name: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        ours, conversion = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if conversion is not None:
             return None
-        renamed[ours] = stored
-    return renamed
+        by_own_name[ours] = tensor
+    return by_own_name
 
 
 def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:

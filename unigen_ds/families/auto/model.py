@@ -29,7 +29,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import BUFFER, MASTER, persistent_buffers
 from unigen_ds.families.auto.attention import documents, is_causal, use_documents
 from unigen_ds.families.auto.batch import ModelBatch, rows_of, slots_of
-from unigen_ds.families.auto.loading import build, config_of, plain_config, read_weights
+from unigen_ds.families.auto.loading import auto_config, build_auto, model_keys, read_weights
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops
 from unigen_ds.models.losses import loss_terms, text_losses
@@ -93,8 +93,8 @@ class TransformersModel(PretrainedModel):
         folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
         if folder is not None:
             check_here(folder)
-        settings = config_of(folder, config or {}, where=f"model.{self.config_key}")
-        causal = build(self.auto, settings, attention=attention, whole=folder is None and not meta)
+        settings = auto_config(folder, config or {}, where=f"model.{self.config_key}")
+        causal = build_auto(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
         self.__dict__["transformers_model"] = causal
         for name, module in causal.named_children():
@@ -108,9 +108,9 @@ class TransformersModel(PretrainedModel):
         self._pair: Callable[[], tuple[ModelBatch, ModelBatch]] | None = None
         self._targets: Tensor | None = None
         causal.get_output_embeddings().register_forward_pre_hook(self._of_targets)
-        self._stored = {}
+        self._file_tensors = {}
         if folder is not None:
-            self._stored = match(self, read_weights(folder, causal, auto=self.auto))
+            self._file_tensors = match(self, read_weights(folder, causal, auto=self.auto))
             if not meta:
                 self._fill()
         _freeze_by_name(self, freeze)
@@ -145,7 +145,7 @@ class TransformersModel(PretrainedModel):
 
     def arguments(self) -> dict[str, Any]:
         """The config as the argument of the constructor, which then needs no ``pretrained``."""
-        return {self.config_key: plain_config(self.transformers_model.config)}
+        return {self.config_key: model_keys(self.transformers_model.config)}
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """New rows of a vocabulary: Normal(0, ``initializer_range``). Everything else is in the files."""
@@ -207,19 +207,19 @@ class TransformersModel(PretrainedModel):
 
     @cached_property
     def _row_flops(self) -> dict[str, float]:
-        """Of a token, a target and a number of an image."""
+        """Return the FLOPs of one token, one target and one number of an image."""
         model = self.transformers_model
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         text, inside = model.config.get_text_config(), {*decoder.modules(), head}
         experts = [p for p in decoder.parameters() if p.ndim == 3]
-        chosen = getattr(text, "num_experts_per_tok", None) or 0
+        experts_per_token = getattr(text, "num_experts_per_tok", None) or 0
         others = [m for m in model.modules() if m not in inside and not [*m.children()]]
         patch = next((m for m in others if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
         sides = getattr(patch, "kernel_size", ())  # not of its weight: an engine may have left an empty shard
         numbers = math.prod(sides) * patch.in_channels if patch is not None else 1
         return {
             "token": linear_flops(decoder, input_grad=True)
-            + sum(2.0 * chosen * p[0].numel() * (2 + p.requires_grad) for p in experts if p.numel()),
+            + sum(2.0 * experts_per_token * p[0].numel() * (2 + p.requires_grad) for p in experts if p.numel()),
             "target": linear_flops(head, input_grad=True),
             "patch": sum(linear_flops(m, input_grad=False) for m in others) / numbers,
         }
@@ -276,12 +276,12 @@ class TransformersModel(PretrainedModel):
         return (arguments[0].flatten(0, -2)[self._targets][None], *arguments[1:])
 
     @cached_property
-    def _accepted(self) -> frozenset[str]:
+    def _input_names(self) -> frozenset[str]:
         return frozenset(inspect.signature(type(self.transformers_model).forward).parameters)
 
     def _accept(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return those inputs that the model's own forward pass accepts."""
-        return {name: value for name, value in inputs.items() if value is not None and name in self._accepted}
+        return {name: value for name, value in inputs.items() if value is not None and name in self._input_names}
 
     @cached_property
     def _pad_id(self) -> int:
@@ -296,8 +296,8 @@ class TransformersModel(PretrainedModel):
         inputs = {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.image_inputs.items()}
         host = batch.host.get("token_types")
         types = torch.zeros_like(batch.text_ids) if host is None else to_device(host, batch.text_ids.device)
-        shaped = rows_of(types, batch.document_lengths) if in_rows else types[None]
-        return self._accept({**inputs, "mm_token_type_ids": shaped, "token_type_ids": shaped})
+        token_types = rows_of(types, batch.document_lengths) if in_rows else types[None]
+        return self._accept({**inputs, "mm_token_type_ids": token_types, "token_type_ids": token_types})
 
     @cached_property
     def _inner_positions(self) -> Any:
@@ -315,9 +315,9 @@ class TransformersModel(PretrainedModel):
             return flat.expand(4, 1, -1)
         # on the CPU, where the batch was made: the function reads numbers, and the device would be waited for
         lengths = batch.document_lengths
-        accepted = inspect.signature(self._inner_positions).parameters
+        names = inspect.signature(self._inner_positions).parameters
         inputs = {
-            **{name: tensor for name, tensor in batch.host.items() if name in accepted},
+            **{name: tensor for name, tensor in batch.host.items() if name in names},
             "mm_token_type_ids": rows_of(batch.host["token_types"], lengths),
             "attention_mask": rows_of(torch.ones_like(ids), lengths),
         }
@@ -332,7 +332,7 @@ class TransformersModel(PretrainedModel):
         model, training, why = self.transformers_model, self.training, ""
         if self._pair is None:
             why = "no processor has documents to check it"
-        elif "position_ids" not in self._accepted:
+        elif "position_ids" not in self._input_names:
             why = "its forward pass has no position_ids"
         else:
             first, other = (batch.to(device) for batch in self._pair())
@@ -360,10 +360,10 @@ class TransformersModel(PretrainedModel):
         index = torch.arange(first.position_ids.numel(), device=first.position_ids.device)
         alone, second = self._rows(first, index), first.document_lengths[0]
         try:
-            packed, changed = self._in_one_row(first, index), self._in_one_row(other, index)
+            packed, packed_other = self._in_one_row(first, index), self._in_one_row(other, index)
         except _NO_MASK as error:
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
-        if not torch.equal(packed[second:], changed[second:]):
+        if not torch.equal(packed[second:], packed_other[second:]):
             return "a document changes the one after it"
         apart = float((packed - alone).float().abs().max() / alone.float().square().mean().sqrt())
         if not apart <= (_TOLERANCE if packed.dtype == torch.float32 else _LOW_TOLERANCE):

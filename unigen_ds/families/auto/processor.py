@@ -42,7 +42,7 @@ from unigen_ds.system.log import notice
 
 _UNREADABLE = (32, 32)
 """Size of an image whose header cannot be read; its sample is left out."""
-_Placed = tuple[str, ImageHeader, int, int]
+_ImagePlace = tuple[str, ImageHeader, int, int]
 """An image of a conversation: its path and header, and where its own part of the text begins and ends."""
 
 
@@ -110,60 +110,60 @@ class ModelProcessor(ChatProcessor):
         paths = [turn.value for turn in turns if turn.kind == "image"]
         if paths and self.pictures is None:
             raise DataError(f"{where}: it has an image, and the model reads texts alone", remedy="ImageTextToText")
-        messages, rest, listed = self.messages(turns, where), iter(texts), list[dict[str, Any]]()
+        messages, rest, template_input = self.messages(turns, where), iter(texts), list[dict[str, Any]]()
         for message in messages:  # as chat templates read them: parts in order, or of a model of texts one text
             content: Any = [
                 {"type": "text", "text": next(rest)} if turn.kind == "text" else {"type": "image"} for turn in message
             ]
             if self.pictures is None:
                 content = "\n".join(part["text"] for part in content)
-            listed.append({"role": message[0].role, "content": content})
+            template_input.append({"role": message[0].role, "content": content})
         try:
-            rendered = RenderedChat.of(
+            rendering = RenderedChat.of(
                 self.tokenizer.chat,
-                listed,
+                template_input,
                 reply=reply,
                 marked=True,
                 last=self.tokenizer.learn == "last",
-                unlearned=[number for number, message in enumerate(messages) if not message[0].learned],
+                without_loss=[number for number, message in enumerate(messages) if not message[0].learned],
             )
         except DataError as error:
             raise error.at(str(where)) from error
         except Exception as error:  # a template raises what it likes
             raise DataError(f"{where}: the model's chat template refuses the conversation: {error}") from error
-        rendered, images = self._with_images(rendered, paths, where, keep_images)
-        return Chat(turns, where, rendered, signs, images)
+        rendering, images = self._with_images(rendering, paths, where, keep_images)
+        return Chat(turns, where, rendering, signs, images)
 
     def _with_images(
-        self, rendered: RenderedChat, paths: Sequence[str], where: object, keep: bool
-    ) -> tuple[RenderedChat, list[_Placed]]:
+        self, rendering: RenderedChat, paths: Sequence[str], where: object, keep: bool
+    ) -> tuple[RenderedChat, list[_ImagePlace]]:
         """Replace the token of each image by the image's own text; return the images, too."""
         if self.pictures is None:
-            return rendered, []
-        pieces = rendered.text.split(self.pictures.token)
+            return rendering, []
+        pieces = rendering.text.split(self.pictures.token)
         if len(pieces) != len(paths) + 1:
             raise DataError(
                 f"{where}: the chat template has {len(pieces) - 1} of {self.pictures.token} for {len(paths)} images",
                 remedy="a template of the model's own for images, in tokenizer.chat_template",
             )
-        text, moved, images = pieces[0], [*rendered.bounds], list[_Placed]()
+        text, bounds, images = pieces[0], [*rendering.bounds], list[_ImagePlace]()
         for path, piece in zip(paths, pieces[1:], strict=True):
             header, start = self.header(path, keep=keep), len(text)
             own = self.pictures.text(header.size or _UNREADABLE)
             longer = len(own) - len(self.pictures.token)
-            moved = [bound + longer if bound > start else bound for bound in moved]
+            bounds = [bound + longer if bound > start else bound for bound in bounds]
             images.append((path, header, start, start + len(own)))
             text += own + piece
-        return RenderedChat(text, tuple(moved)), images
+        return RenderedChat(text, tuple(bounds)), images
 
     def image_splits(
         self, chat: Chat, ids: Sequence[int], starts: Sequence[int], labels: Sequence[int]
     ) -> Iterator[tuple[int, int, Split]]:
         """A token is an image's where it begins inside of the image's text."""
-        done = 0
+        end = 0
         for path, header, start, stop in chat.images:
-            first = next((i for i in range(done, len(ids)) if starts[i] >= start), len(ids))
-            done = last = next((i for i in range(first, len(ids)) if starts[i] >= stop), len(ids))
+            first = next((i for i in range(end, len(ids)) if starts[i] >= start), len(ids))
+            end = last = next((i for i in range(first, len(ids)) if starts[i] >= stop), len(ids))
             state = {"error": header.error, "content": header.content}
             tokens, size = (tuple(ids[first:last]), tuple(labels[first:last])), header.size or _UNREADABLE
             yield first, last, PictureSplit(path, *tokens, size, **state)
@@ -185,13 +185,13 @@ class Pictures:
         self.tokenizer = tokenizer
         self.processor = _processor(tokenizer)
         if getattr(self.processor, "image_token", None) is None:
-            raise _unsupported(self.processor, "has no token for an image")
+            raise _support_error(self.processor, "has no token for an image")
         self.token_ids = [each for each in self.processor.image_token_ids if each is not None]
         """Ids of the tokens that an image's features replace."""
         try:
             two, _ = self._process([Image.new("RGB", _PLAIN, _GREY)] * 2)
         except NotImplementedError as error:
-            raise _unsupported(self.processor, "names no text for an image") from error
+            raise _support_error(self.processor, "names no text for an image") from error
         pixels = two.get("pixel_values", torch.empty(0))
         self.by_sample = pixels.ndim > 4 and len(pixels) == 1
         """Whether images are nested in samples: ``[1, images, ...]``."""
@@ -216,16 +216,16 @@ class Pictures:
         return LoadedPicture(tuple(ids), (IGNORED,) * len(ids), self.inputs(Image.new("RGB", _PLAIN, _GREY)))
 
     def _process(self, images: Sequence[Image.Image]) -> tuple[dict[str, Any], list[str]]:
-        """As the processor's own call does it, which would also tokenize."""
+        """Process images as a call of the processor does, without its tokenization."""
         processor = self.processor
-        nested, *_ = processor.prepare_inputs_layout(images=list(images))
+        image_lists, *_ = processor.prepare_inputs_layout(images=list(images))
         options = processor._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.chat.init_kwargs, return_tensors="pt")
-        inputs, texts = processor._process_images(nested, **options["images_kwargs"])
-        unused = processor.unused_input_names
-        return {name: torch.as_tensor(value) for name, value in inputs.items() if name not in unused}, texts
+        inputs, texts = processor._process_images(image_lists, **options["images_kwargs"])
+        unused_names = processor.unused_input_names
+        return {name: torch.as_tensor(value) for name, value in inputs.items() if name not in unused_names}, texts
 
 
-def _unsupported(processor: Any, problem: str) -> ConfigError:
+def _support_error(processor: Any, problem: str) -> ConfigError:
     remedy = "another model, or a family of your own (docs/extending.md)"
     return ConfigError(f"{type(processor).__name__} of transformers {problem}", remedy=remedy)
 
@@ -257,9 +257,9 @@ def _processor(tokenizer: ModelTokenizer) -> Any:
         others = [part for part in kind.get_attributes() if part not in parts]
         if others:
             notice(f"{name} is used without its {', '.join(others)}: texts and images need no more.")
-        stored, _ = kind.get_processor_dict(folder)
+        options, _ = kind.get_processor_dict(folder)
         with _lenient(kind):
-            return kind.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], stored)
+            return kind.from_args_and_dict([parts.get(part) for part in kind.get_attributes()], options)
 
 
 @contextmanager

@@ -28,8 +28,8 @@ class Bagel(ConversationFamily):
 
     drawing = FlowSettings
 
-    def drawing_settings(self, model: Any, given: Mapping[str, Any], *, where: str = "flow") -> FlowSettings:
-        return flow_for(model, given, where=where)
+    def drawing_settings(self, model: Any, settings: Mapping[str, Any], *, where: str = "flow") -> FlowSettings:
+        return flow_for(model, settings, where=where)
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """Add that of an image: the mean square of noise minus latents, both of unit variance."""

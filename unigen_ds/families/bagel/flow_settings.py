@@ -48,20 +48,20 @@ BAGEL_FLOW = FlowSettings(
 """The settings of the public code."""
 
 
-def flow_for(model: Any, given: FlowSettings | Mapping[str, Any] | None = None, *, where: str = "flow") -> FlowSettings:
-    """BAGEL's settings with those of ``given``. ``timestep_shift``, where it is not given: of an unchanged published
+def flow_for(model: Any, flow: FlowSettings | Mapping[str, Any] | None = None, *, where: str = "flow") -> FlowSettings:
+    """BAGEL's settings with those of ``flow``. ``timestep_shift``, where it is not given: of an unchanged published
     directory (and for ``model`` None) BAGEL's, of weights that were trained or fine-tuned here that of their training.
 
     Raises ``ConfigError``, whose paths begin with ``where``, for unknown names and wrong values.
     """
     from unigen_ds.config.registry import check_arguments  # which imports torch
 
-    if not isinstance(given, FlowSettings | Mapping | None):
-        raise ConfigError(f"{where} is {given!r}", allowed="FlowSettings, a mapping with fields of it, or None")
-    fields = vars(given) if isinstance(given, FlowSettings) else given or {}
+    if not isinstance(flow, FlowSettings | Mapping | None):
+        raise ConfigError(f"{where} is {flow!r}", allowed="FlowSettings, a mapping with fields of it, or None")
+    fields = vars(flow) if isinstance(flow, FlowSettings) else flow or {}
     check_arguments(FlowSettings, fields, where=where)
-    trained = {} if getattr(model, "published", model is None) else {"timestep_shift": model.timestep_shift}
+    of_training = {} if getattr(model, "published", model is None) else {"timestep_shift": model.timestep_shift}
     try:
-        return replace(BAGEL_FLOW, **{**trained, **fields})
+        return replace(BAGEL_FLOW, **{**of_training, **fields})
     except ConfigError as error:
         raise error.at(where) from error

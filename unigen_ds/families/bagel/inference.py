@@ -25,7 +25,7 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -39,7 +39,7 @@ from unigen_ds.inference.generated import (
     Request,
     Size,
     in_order,
-    pictures,
+    one_or_many_pictures,
     to_picture,
 )
 from unigen_ds.inference.prompts import Sampling
@@ -131,15 +131,15 @@ class InterleaveInferencer:
         Raises ``ConfigError`` for an argument that is unknown, wrong, or without effect, and ``UnreadableImage``.
         """
         drawing = {"size": size, "flow": flow, "on_step": on_step}
-        if understand and (unused := [name for name, value in drawing.items() if value is not None]):
-            problem = f"unified_generate got {', '.join(unused)} with understand, which draws nothing"
+        if understand and (names := [name for name, value in drawing.items() if value is not None]):
+            problem = f"unified_generate got {', '.join(names)} with understand, which draws nothing"
             raise ConfigError(problem, remedy="leave out one of the two")
         sampling, tokenizer = Sampling(temperature, top_p), self.processor.tokenizer
         contexts, num_shown, size_of_last = Contexts(), 0, None
         if think:
             for context in (contexts.full, contexts.without_image):
                 self.extend_text(context, tokenizer.encode(THINK_THEN_ANSWER if understand else THINK_THEN_DRAW))
-        for part in (*pictures(images), *in_order(parts)):
+        for part in (*one_or_many_pictures(images), *in_order(parts)):
             if isinstance(part, str):
                 self._add_text(contexts, part)
                 continue
@@ -257,7 +257,7 @@ class InterleaveInferencer:
         clean = replace(noise_image(self.processor, grid), split=split, vae_image=pixels, vae_noise=noise)
         self._extend(context, clean)
 
-    def _extend(self, context: Context, split: Loaded) -> Tensor:
+    def _extend(self, context: Context, split: LoadedSplit) -> Tensor:
         """Add one split; returns the logits ``[1, vocabulary]`` of what follows it."""
         batch = self._pack(context, split)
         is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
@@ -266,7 +266,7 @@ class InterleaveInferencer:
         context.position = int(batch.position_ids[-1]) + 1
         return logits
 
-    def _pack(self, context: Context, split: Loaded) -> PackedBatch:
+    def _pack(self, context: Context, split: LoadedSplit) -> PackedBatch:
         batch = pack_documents([[split]], self.processor)
         batch = replace(batch, position_ids=batch.position_ids + context.position)
         return batch.to(device_of(self.model))

@@ -57,7 +57,7 @@ from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import PretrainedModel
 
 
-class Routed(nn.Module):
+class RoutedModule(nn.Module):
     """A module with two sets of layers: ``<name>`` for text and ViT tokens, ``<name>_moe_gen`` for latent tokens."""
 
     def _route(self, x: Tensor, num_und: int, name: str) -> Tensor:
@@ -68,7 +68,7 @@ class Routed(nn.Module):
         return torch.cat([und(x[:num_und]), gen(x[num_und:])])
 
 
-class MoTAttention(Routed):
+class MoTAttention(RoutedModule):
     """Joint attention of both experts: Qwen2 with q/k norm, and a second set of projections for latent tokens."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class MoTAttention(Routed):
         return self._route(attend(q, k, v).flatten(1), num_und, "o_proj")
 
 
-class MoTLayer(Routed):
+class MoTLayer(RoutedModule):
     """One decoder layer; dropout (0 in BAGEL) acts on both residual branches."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -108,13 +108,13 @@ class MoTLayer(Routed):
         self.dropout = nn.Dropout(config["dropout"])
 
     def forward(self, x_TD: Tensor, num_und: int, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        normed = self._route(x_TD, num_und, "input_layernorm")
-        x_TD = x_TD + self.dropout(self.self_attn(normed, num_und, rotary, attend))
-        normed = self._route(x_TD, num_und, "post_attention_layernorm")
-        return x_TD + self.dropout(self._route(normed, num_und, "mlp"))
+        input_TD = self._route(x_TD, num_und, "input_layernorm")
+        x_TD = x_TD + self.dropout(self.self_attn(input_TD, num_und, rotary, attend))
+        input_TD = self._route(x_TD, num_und, "post_attention_layernorm")
+        return x_TD + self.dropout(self._route(input_TD, num_und, "mlp"))
 
 
-class MoTBackbone(Routed):
+class MoTBackbone(RoutedModule):
     """``embed_tokens``, ``layers``, ``norm``, ``norm_moe_gen``; tokens in expert order."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ class UnifiedModel(PretrainedModel):
         return self.loss_terms(batch, clean_LC)
 
     def loss_terms(self, batch: PackedBatch, clean_LC: Tensor) -> LossTerms:
-        """As ``forward``, from clean latent patches ``[L, C]``."""
+        """Return what ``forward`` does, computed from clean latent patches ``[L, C]``."""
         t_L = flow.training_timesteps(batch.timesteps, self.timestep_shift)
         noisy_LC = flow.interpolate(clean_LC, batch.flow_noise, t_L)
         hidden_TD, row_of = self.hidden_states(batch, noisy_LC, t_L)

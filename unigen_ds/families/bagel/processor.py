@@ -102,14 +102,14 @@ class UnifiedProcessor(ConversationProcessor):
     ) -> Iterator[Split]:
         last_generated = max((i for i, turn in enumerate(turns) if turn.kind == "image" and turn.is_target), default=-1)
         for i, turn in enumerate(turns):
-            generated = turn.is_target
+            is_target = turn.is_target
             if turn.kind == "text":
-                yield TextSplit(tuple(next(ids)), loss=generated, droppable=turn.role != "assistant")
+                yield TextSplit(tuple(next(ids)), loss=is_target, droppable=turn.role != "assistant")
                 continue
             header = self.header(turn.value, keep=keep_images)
-            if generated:
+            if is_target:
                 yield self._image(turn.value, "noise", header, where)
-            if not generated or i + 1 < len(turns):  # a condition of what follows
+            if not is_target or i + 1 < len(turns):  # a condition of what follows
                 edits = last_generated > i and self.vae_transform is not None
                 if edits:
                     yield self._image(turn.value, "vae", header, where, droppable=True)

@@ -45,7 +45,7 @@ from unigen_ds.system.outputs import save_safetensors
 LLM_CONFIG, VIT_CONFIG, WEIGHTS, VAE_WEIGHTS = FILES = (
     "llm_config.json", "vit_config.json", "ema.safetensors", "ae.safetensors"
 )  # fmt: skip
-EXPORTED = "unigen_ds.json"
+EXPORT = "unigen_ds.json"
 """What the published format cannot hold: the autoencoder's arguments, the sizes of the image transforms, the
 ``timestep_shift`` of the training, and another ``vit_select_layer`` than BAGEL's."""
 _TRANSFORM = ("max_size", "min_size", "stride", "mode")
@@ -80,8 +80,8 @@ class UnifiedSizes(LanguageSizes):
 
 
 def read_exported(folder: Path) -> dict[str, Any]:
-    """The values of ``EXPORTED``; nothing in a directory that was not exported here. Raises ``ConfigError``."""
-    path = folder / EXPORTED
+    """The values of ``EXPORT``; nothing in a directory that was not exported here. Raises ``ConfigError``."""
+    path = folder / EXPORT
     return read_json(path) if path.is_file() else {}
 
 
@@ -95,9 +95,9 @@ def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: in
     if isinstance(pretrained, Mapping):
         return _open_parts(pretrained, vit_select_layer or VIT_SELECT_LAYER)
     directory = Path(pretrained)
-    weights, exported = stored_tensors(directory / WEIGHTS), read_exported(directory)
-    select = vit_select_layer or exported.get("vit_select_layer", VIT_SELECT_LAYER)
-    vae, vae_sizes = {}, exported.get("vae", {})
+    weights, export = stored_tensors(directory / WEIGHTS), read_exported(directory)
+    select = vit_select_layer or export.get("vit_select_layer", VIT_SELECT_LAYER)
+    vae, vae_sizes = {}, export.get("vae", {})
     if (directory / VAE_WEIGHTS).is_file() or not vae_sizes:
         vae = _below("vae", stored_tensors(directory / VAE_WEIGHTS))
         if vae_sizes.get("type", "FluxAutoencoder") == "FluxAutoencoder":
@@ -137,8 +137,8 @@ def _open_parts(paths: Mapping[str, str], select: int) -> Pretrained:
             if embedding is not None:  # a tied head is not stored
                 of_part.setdefault("language_model.lm_head.weight", embedding)
         tensors |= of_part
-    begun = "|".join(re.escape(_PREFIX[part]) for part in paths)
-    may_lack = rf"^(?!{begun})|_moe_gen|\.[qk]_norm\."
+    pattern = "|".join(re.escape(_PREFIX[part]) for part in paths)
+    may_lack = rf"^(?!{pattern})|_moe_gen|\.[qk]_norm\."
     may_leave = r"^vit_model\.(?!vision_model\.(embed|post))|inv_freq"
     return Pretrained(str(dict(paths)), sizes, tensors, may_lack, may_leave)
 
@@ -187,14 +187,14 @@ def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict
             raise ConfigError(f"model.{part} is not given", remedy=f"give its sizes, or pretrained=dict({part}='...')")
     sizes["llm"] = UnifiedSizes.with_defaults(sizes["llm"], where="model.llm")
     sizes["vit"] = VisionSizes.with_defaults(sizes["vit"], where="model.vit")
-    learned = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
-    for key, default in {**_DEFAULTS, "vit_max_patches_per_side": learned}.items():
+    per_side = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
+    for key, default in {**_DEFAULTS, "vit_max_patches_per_side": per_side}.items():
         own = of_config.get(key)
         sizes[key] = of_files.get(key, default) if own is None else own
-    if sizes["vit_max_patches_per_side"] > learned:
+    if sizes["vit_max_patches_per_side"] > per_side:
         raise ConfigError(
             f"vit_max_patches_per_side is {sizes['vit_max_patches_per_side']}",
-            allowed=f"at most {learned}: model.vit has learned no position beyond image_size // patch_size",
+            allowed=f"at most {per_side}: model.vit has learned no position beyond image_size // patch_size",
         )
     return sizes
 
@@ -221,10 +221,10 @@ class BagelDirectory(PublishedFormat):
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Return the sections, with BAGEL's image sizes or those that an export has stored."""
-        exported = read_exported(folder)
+        export = read_exported(folder)
         model: dict[str, Any] = {"type": "UnifiedModel", "pretrained": str(folder)}
-        if "timestep_shift" in exported:
-            model["timestep_shift"] = exported["timestep_shift"]
+        if "timestep_shift" in export:
+            model["timestep_shift"] = export["timestep_shift"]
         kind: Any = find(MODELS, model, where="model")  # which imports this module
         sizes = kind.processor_sizes(model)
         latent, patch = sizes["vae_spatial_downsample"] * sizes["latent_patch_size"], sizes["vit_patch_size"]
@@ -238,7 +238,7 @@ class BagelDirectory(PublishedFormat):
             "model": model,
             "tokenizer": {"type": "PretrainedTokenizer", "path": str(folder)},
             "processor": {
-                name: exported.get(name) or {"type": "ImageTransform", **own} for name, own in transforms.items()
+                name: export.get(name) or {"type": "ImageTransform", **own} for name, own in transforms.items()
             },
         }
 
@@ -258,13 +258,13 @@ class BagelDirectory(PublishedFormat):
         state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
         vae = {name.removeprefix(_PREFIX["vae"]): t for name, t in state.items() if name.startswith(_PREFIX["vae"])}
         rest = {name: tensor for name, tensor in state.items() if not name.startswith(_PREFIX["vae"])}
-        exported: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
+        export: dict[str, Any] = {"vae": dict(model.sizes["vae"]), "timestep_shift": model.timestep_shift}
         if model.vit_select_layer != VIT_SELECT_LAYER:
-            exported["vit_select_layer"] = model.vit_select_layer
+            export["vit_select_layer"] = model.vit_select_layer
         for name in ("vit_transform", "vae_transform"):
             transform = getattr(processor, name, None)
             if type(transform).__name__ == "ImageTransform":
-                exported[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
+                export[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
         of_llm = {key: model.sizes["llm"][key] for key in _LLM_KEYS if key in model.sizes["llm"]}
         layers = model.sizes["vit"]["num_hidden_layers"] - 1 - model.vit_select_layer
         configs = {
@@ -281,8 +281,8 @@ class BagelDirectory(PublishedFormat):
             for file, config in configs.items():
                 check_fixed(read_json(source / file), config, f"{source / file} is of another model")
         tokenizer = getattr(processor, "tokenizer", None)
-        with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORTED)) as folder:
-            for name, values in {EXPORTED: exported, **(configs if source is None else {})}.items():
+        with published_folder(out, tokenizer, source, without=(WEIGHTS, VAE_WEIGHTS, EXPORT)) as folder:
+            for name, values in {EXPORT: export, **(configs if source is None else {})}.items():
                 (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
             for file, tensors in ((WEIGHTS, rest), (VAE_WEIGHTS, vae)):
                 if tensors:  # PixelAutoencoder has none

@@ -18,7 +18,7 @@ from torch import Tensor
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import patchify
-from unigen_ds.data.samples.sample import Loaded
+from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
@@ -30,18 +30,18 @@ from unigen_ds.system.seeding import generator
 def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: FlowSettings) -> Tensor:
     """The guided velocity, ``[L, C]`` as the three given ones. Renormalised it is never longer than ``v``."""
 
-    def shrunk(guided: Tensor, dim: int | None) -> Tensor:
-        plain, now = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (v, guided))
-        return guided * (plain / (now + 1e-8)).clamp(flow.renorm_min, 1.0)
+    def shrink(velocity: Tensor, dim: int | None) -> Tensor:
+        plain, now = (torch.linalg.vector_norm(x, dim=dim, keepdim=True) for x in (v, velocity))
+        return velocity * (plain / (now + 1e-8)).clamp(flow.renorm_min, 1.0)
 
-    guided = without_text + flow.text_scale * (v - without_text)
+    velocity = without_text + flow.text_scale * (v - without_text)
     if flow.renorm == "text_channel":
-        guided = shrunk(guided, -1)
+        velocity = shrink(velocity, -1)
     if without_image is not None:
-        guided = without_image + flow.image_scale * (guided - without_image)
+        velocity = without_image + flow.image_scale * (velocity - without_image)
     if flow.renorm in ("global", "channel"):
-        guided = shrunk(guided, None if flow.renorm == "global" else -1)
-    return guided
+        velocity = shrink(velocity, None if flow.renorm == "global" else -1)
+    return velocity
 
 
 @torch.no_grad()
@@ -62,15 +62,15 @@ def draw(
     target = noise_image(processor, grid)
     device = device_of(model)
     texts = [TextSplit(tuple(processor.tokenizer.encode(prompt)), loss=False) for prompt in prompts]
-    guided = pack_documents([[text, target] for text in texts], processor).to(device)
-    unguided = pack_documents([[target]] * len(prompts), processor).to(device)
+    with_text = pack_documents([[text, target] for text in texts], processor).to(device)
+    without_text = pack_documents([[target]] * len(prompts), processor).to(device)
     x_LC = torch.cat(
         [torch.randn(grid[0] * grid[1], width, generator=generator(seed, i, "draw")) for i in range(len(prompts))]
     ).to(device)
     for t, following in steps(flow):
-        v_LC = model.velocity(guided, x_LC, t)
+        v_LC = model.velocity(with_text, x_LC, t)
         if flow.guides(t):
-            plain = model.velocity(unguided, x_LC, t).chunk(len(prompts))
+            plain = model.velocity(without_text, x_LC, t).chunk(len(prompts))
             pairs = zip(v_LC.chunk(len(prompts)), plain, strict=True)
             v_LC = torch.cat([guide(v, without, None, flow) for v, without in pairs])
         x_LC = x_LC - (t - following) * v_LC
@@ -95,10 +95,10 @@ def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, i
     return rows, columns
 
 
-def read(model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image]) -> list[str]:
+def read_texts(model: Any, processor: UnifiedProcessor, images: Sequence[Image.Image]) -> list[str]:
     """The model's greedy text for each image, of 16 tokens at most."""
     begin = TokenSplit.unlearned([processor.tokenizer.bos_id])
-    prompts: list[list[Loaded]] = [[vit_image(processor, image), begin] for image in images]
+    prompts: list[list[LoadedSplit]] = [[vit_image(processor, image), begin] for image in images]
     texts = continue_prompts(model, processor, prompts, max_new_tokens=16, cached=False)
     return [processor.tokenizer.decode(ids) for ids in texts]
 

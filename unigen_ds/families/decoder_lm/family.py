@@ -84,11 +84,11 @@ class DecoderLM(CausalLM):
         )
         config = self.transformers_model.config
         rope = (config.rope_parameters or {}).get("rope_type", "default")
-        for key, value, allowed in (
+        for key, value, choices in (
             ("model_type", config.model_type, MODEL_TYPES), ("rope_parameters.rope_type", rope, ROPE_TYPES)
         ):  # fmt: skip
-            if value not in allowed:
-                raise ConfigError(f"model.llm.{key} is {value!r}", allowed=", ".join(allowed), remedy="CausalLM")
+            if value not in choices:
+                raise ConfigError(f"model.llm.{key} is {value!r}", allowed=", ".join(choices), remedy="CausalLM")
         check_heads("model.llm", config.hidden_size, config.num_attention_heads, config.num_key_value_heads)
         self._attend_inside_documents(is_causal(self.transformers_model))
         if not pretrained and not torch.empty(0).is_meta:
@@ -134,10 +134,10 @@ class TransformersDirectory(PublishedFormat):
         """Begin and end are the tokens that its config names."""
         from transformers import AutoTokenizer
 
-        stored = read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            ids = [stored.get("bos_token_id"), stored.get("eos_token_id")]
+            ids = [config.get("bos_token_id"), config.get("eos_token_id")]
             first = [each[0] if isinstance(each, list) and each else each for each in ids]
             begin, end = (tokenizer.convert_ids_to_tokens(first[1] if each is None else each) for each in first)
         except (OSError, ValueError, TypeError) as error:
@@ -184,15 +184,15 @@ class Decoder(ConversationFamily):
     terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (TransformersDirectory(),)
 
-    def processor(self, spec: Mapping[str, Any], given: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
+    def processor(self, spec: Mapping[str, Any], section: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         """Return the processor. Raises ``ConfigError`` for what changes images: no record of this model has one."""
-        if without_effect := [key for key in _OF_IMAGES if given.get(key)]:
+        if without_effect := [key for key in _OF_IMAGES if section.get(key)]:
             raise ConfigError(
                 f"processor sets {', '.join(without_effect)}, and DecoderLM reads texts alone: no record has an image",
                 allowed="text_dropout, ce_reweight",
                 remedy="leave it out; or a model with images: UnifiedModel, VLM, ImageTextToText",
             )
-        return super().processor(spec, given, tokenizer=tokenizer, seed=seed)
+        return super().processor(spec, section, tokenizer=tokenizer, seed=seed)
 
     def inferencer(self, model: Any, processor: Any) -> TextInferencer:
         return TextInferencer(model, processor)

@@ -21,7 +21,7 @@ from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage, patc
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Split
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, augmented, unreadable
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, augment_image, unreadable
 from unigen_ds.data.text.chat import RenderedChat
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.chat import Chat, ChatImage, ChatProcessor
@@ -89,9 +89,9 @@ class VLMProcessor(ChatProcessor):
 
     def render(self, turns: Sequence[Turn], where: object, *, keep_images: bool, reply: bool) -> Chat:
         messages = self.messages(turns, where)
-        joined = ["\n".join(turn.value for turn in turns if turn.kind == "text") for turns in messages]
-        texts, signs = self.tokenizer.special.shield(joined)
-        rendered, images = [], list[_PlannedImage]()
+        message_texts = ["\n".join(turn.value for turn in turns if turn.kind == "text") for turns in messages]
+        texts, signs = self.tokenizer.special.shield(message_texts)
+        template_input, images = [], list[_PlannedImage]()
         for message, text in zip(messages, texts, strict=True):
             grids = []
             for path in (turn.value for turn in message if turn.kind == "image"):
@@ -99,9 +99,9 @@ class VLMProcessor(ChatProcessor):
                 grids.append(self.tiling.grid(*header.size) if header.size else (1, 1))
                 images.append((path, num_tiles(grids[-1]), header))
             content = image_string(grids, tokens_per_tile=self.tokens_per_tile) + text
-            rendered.append({"role": message[0].role, "content": content})
-        unlearned = [number for number, message in enumerate(messages) if not message[0].learned]
-        chat = RenderedChat.of(self.tokenizer.chat, rendered, reply=reply, unlearned=unlearned)
+            template_input.append({"role": message[0].role, "content": content})
+        without_loss = [number for number, message in enumerate(messages) if not message[0].learned]
+        chat = RenderedChat.of(self.tokenizer.chat, template_input, reply=reply, without_loss=without_loss)
         return Chat(turns, where, chat, signs, images)
 
     def image_splits(
@@ -112,10 +112,10 @@ class VLMProcessor(ChatProcessor):
         indices = [index for index, token in enumerate(ids) if token == image_id]
         if len(indices) != self.tokens_per_tile * sum(number for _, number, _ in chat.images):
             raise DataError(f"{chat.where}: the chat template drops or repeats text of a message")
-        done = 0
+        count = 0
         for path, number, header in chat.images:
-            first, last = indices[done] - 1, indices[done + number * self.tokens_per_tile - 1] + 1
-            done += number * self.tokens_per_tile
+            first, last = indices[count] - 1, indices[count + number * self.tokens_per_tile - 1] + 1
+            count += number * self.tokens_per_tile
             state = {"error": header.error, "content": header.content}
             yield first, last, TiledSplit(path, tuple(ids[first:last]), image_id, number, **state)
 
@@ -144,7 +144,7 @@ class TiledSplit(ChatImage):
             raise unreadable(self.path, error.problem) from error
         if num_tiles(grid) != self.num_tiles:  # a file that was replaced between two readings
             raise unreadable(self.path, f"image {self.path} has {num_tiles(grid)} tiles, {self.num_tiles} when planned")
-        pixels = augmented(pixels, processor.augment, processor.vit_augment, key)
+        pixels = augment_image(pixels, processor.augment, processor.vit_augment, key)
         tiles = split_tiles(pixels, tile)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))
 

@@ -66,7 +66,7 @@ _VIT = {
     "num_attention_heads": "vit_n_heads", "image_size": "vit_img_size", "patch_size": "vit_patch_size",
     "layer_norm_eps": "vit_ln_eps",
 }  # fmt: skip
-_FIXED = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
+_CONST = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
 _HEAD, _EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 _FREQUENCIES = "decoder.rotary_embd.inv_freq"
 _CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
@@ -88,30 +88,30 @@ class NanoVLMDirectory(PublishedFormat):
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Its tokenizer is the one beside it, or else the one that it names."""
-        stored = stored_object(folder / CONFIG)
-        if lacking := [name for name in _CHAT if name not in stored]:
+        config = stored_object(folder / CONFIG)
+        if lacking := [name for name in _CHAT if name not in config]:
             raise CheckpointError(
                 f"{folder / CONFIG} lacks {', '.join(lacking)}: it is of nanoVLM's first version (nanoVLM-222M), whose"
                 " models know no image token and no chat template",
                 remedy="a later model (lusxvr/nanoVLM-230M-8k), or one from parts: model.pretrained=dict(vit=, llm=)",
             )
-        path = str(folder) if (folder / "tokenizer_config.json").is_file() else stored["lm_tokenizer"]
+        path = str(folder) if (folder / "tokenizer_config.json").is_file() else config["lm_tokenizer"]
         return {
-            "model": {"type": "VLM", **vlm_arguments(stored)},
-            "tokenizer": {"type": "ChatTokenizer", "path": path, "chat_template": stored["lm_chat_template"]},
+            "model": {"type": "VLM", **vlm_arguments(config)},
+            "tokenizer": {"type": "ChatTokenizer", "path": path, "chat_template": config["lm_chat_template"]},
             "processor": {
-                "max_image_size": stored["max_img_size"],
-                "resize_to_max_side_len": stored.get("resize_to_max_side_len", False),
+                "max_image_size": config["max_img_size"],
+                "resize_to_max_side_len": config.get("resize_to_max_side_len", False),
             },
         }
 
     def weights(self, folder: Path) -> Pretrained:
-        """Of tied embeddings the one that is stored serves both names."""
+        """Return the tensors; where embeddings are tied, the stored one serves both names."""
         weights = read_published(str(folder))
         embedding, head = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
         if embedding in weights.tensors:
             return weights
-        tensors = {embedding if name == head else name: stored for name, stored in weights.tensors.items()}
+        tensors = {embedding if name == head else name: tensor for name, tensor in weights.tensors.items()}
         return replace(weights, tensors=tensors, tied={head: embedding})
 
     def sizes(self, folder: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class NanoVLMDirectory(PublishedFormat):
 
 def vlm_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``VLM`` from nanoVLM's ``config.json``."""
-    check_fixed(config, _FIXED, "nanoVLM config")
+    check_fixed(config, _CONST, "nanoVLM config")
     try:
         return {
             "llm": {ours: config[theirs] for ours, theirs in _LLM.items()},
@@ -160,7 +160,7 @@ def _nanovlm_sizes(model: Any) -> dict[str, Any]:
     """The keys of nanoVLM's ``config.json`` that ``vlm_arguments`` reads, with the sizes of a model."""
     sizes = {theirs: model.llm_config[ours] for ours, theirs in _LLM.items()}
     sizes |= {theirs: model.vit_config[ours] for ours, theirs in _VIT.items()}
-    return {**sizes, **_FIXED, "mp_pixel_shuffle_factor": model.connector.factor}
+    return {**sizes, **_CONST, "mp_pixel_shuffle_factor": model.connector.factor}
 
 
 def read_published(pretrained: str | Mapping[str, str]) -> Pretrained:
@@ -172,19 +172,19 @@ def read_published(pretrained: str | Mapping[str, str]) -> Pretrained:
         return _open_parts(pretrained)
     directory, tensors = Path(pretrained), dict[str, Stored]()
     sizes = vlm_arguments(read_json(directory / CONFIG))
-    for theirs, stored in stored_tensors(directory / WEIGHTS).items():
+    for theirs, tensor in stored_tensors(directory / WEIGHTS).items():
         if theirs == _FREQUENCIES:
             continue
-        name, shape = _rename(theirs, inwards=True), stored.shape
+        name, shape = _rename(theirs, inwards=True), tensor.shape
         if ".qkv_proj." in name:
             rows = shape[0] // 3
             for at, letter in enumerate("qkv"):
-                part = replace(stored, shape=(rows, *shape[1:]), first_row=at * rows)
+                part = replace(tensor, shape=(rows, *shape[1:]), first_row=at * rows)
                 tensors[name.replace("qkv_proj", f"{letter}_proj")] = part
         elif name.endswith("position_embedding.weight"):
-            tensors[name] = replace(stored, shape=shape[1:], changed=lambda table: table[0])
+            tensors[name] = replace(tensor, shape=shape[1:], changed=lambda table: table[0])
         else:
-            tensors[name] = stored
+            tensors[name] = tensor
     return Pretrained(str(directory), sizes, tensors)
 
 
@@ -199,16 +199,16 @@ def _open_parts(paths: Mapping[str, str]) -> Pretrained:
         tensors |= vision_tensors(Path(paths["vit"]))
     if "llm" in paths:
         sizes["llm"] = stated_sizes("llm", Path(paths["llm"]) / CONFIG, _LLM)
-        stored = stored_tensors(Path(paths["llm"]))
-        tensors |= {prefixes["llm"] + key: tensor for key, tensor in stored.items()}
+        of_llm = stored_tensors(Path(paths["llm"]))
+        tensors |= {prefixes["llm"] + key: tensor for key, tensor in of_llm.items()}
         if "vocab_size" in sizes["llm"]:
             sizes["llm"]["vocab_size"] += EXTRA_TOKENS
-    begun = "|".join(re.escape(prefixes[part]) for part in paths)
+    pattern = "|".join(re.escape(prefixes[part]) for part in paths)
     return Pretrained(
         str(dict(paths)),
         sizes,
         tensors,
-        may_lack=rf"^(?!{begun})",
+        may_lack=rf"^(?!{pattern})",
         may_leave=r"^vision_model\.head\.|^text_model\.|^logit_(scale|bias)$|inv_freq",
         may_grow=r"embed_tokens\.weight$|lm_head\.weight$",
     )

@@ -32,7 +32,7 @@ from unigen_ds.system.journals import METRICS_FILE, read_lines
 from unigen_ds.system.log import logger
 
 EVENT = "async_evaluation"
-ABANDONED = ".abandoned"
+ASIDE_SUFFIX = ".abandoned"
 
 
 @HOOKS.register_module()
@@ -80,15 +80,15 @@ class AsyncEvaluateHook(Hook):
         self.environment = dict(environment or {})
         self.give_up_hours, self.poll_seconds, self.wait_at_end = give_up_hours, poll_seconds, wait_at_end
         self._asks = self._due = self.evaluates = False
-        """At this update; since the last save; by the save whose checkpoint is not complete, or that has failed. A
+        """Whether one is wanted at this update; since the last save; by a save that is not complete, or has failed. A
         checkpoint has the last: a run that is killed before its evaluation is asked for, asks for it when it resumes.
         """
         self._jobs: dict[int, Job] = {}
         """Evaluations without a result, by update; on rank 0."""
-        self._logged: set[int] = set()
-        self._reported: set[tuple[Path, int]] = set()
+        self._updates_in_log: set[int] = set()
+        self._warnings: set[tuple[Path, int]] = set()
         """Each malformed result that a warning has named, with its time."""
-        self._looked = -float("inf")
+        self._last_look = -float("inf")
         self._folder = JobFolder(Path())
 
     def before_run(self, run: Run) -> None:
@@ -103,7 +103,7 @@ class AsyncEvaluateHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         self._asks = self._every.every(run.progress, run.previous)
         self._due = self._due or self._asks
-        if time.monotonic() - self._looked >= self.poll_seconds:
+        if time.monotonic() - self._last_look >= self.poll_seconds:
             self._on_main(lambda: self._look(run))
 
     def wants_save(self) -> bool:
@@ -145,12 +145,12 @@ class AsyncEvaluateHook(Hook):
                           results / name, self._folder.folder)  # fmt: skip
         self._folder.stop_file.unlink(missing_ok=True)
         lines = read_lines(run.work_dir / METRICS_FILE)
-        self._logged = {int(line["update"]) for line in lines if line.get("event") == EVENT}
-        abandoned = Lineage.read(run.checkpoint_dir).abandoned
+        self._updates_in_log = {int(line["update"]) for line in lines if line.get("event") == EVENT}
+        void = Lineage.read(run.checkpoint_dir).abandoned
         for job in self._folder.records():
             if isinstance(job, str):
                 logger().warning("%s.", job)
-            elif job.commit in abandoned or job.update > run.progress.updates:
+            elif job.commit in void or job.update > run.progress.updates:
                 self._set_aside(job.update)
                 logger().warning("The evaluation of update %d is ended: a resume abandoned its checkpoint %s.",
                                  job.update, job.checkpoint)  # fmt: skip
@@ -161,7 +161,7 @@ class AsyncEvaluateHook(Hook):
             if update > run.progress.updates:
                 self._set_aside(update)
         present = run.progress.updates
-        if self.evaluates and present not in (*self._jobs, *self._logged):
+        if self.evaluates and present not in (*self._jobs, *self._updates_in_log):
             for checkpoint in store.current(store.list_checkpoints(run.checkpoint_dir)):
                 if checkpoint.manifest is not None and checkpoint.manifest.progress.updates == present:
                     self._add(run, checkpoint.path)
@@ -170,7 +170,7 @@ class AsyncEvaluateHook(Hook):
         """Rename a result, if it is there: its checkpoint was abandoned by a resume."""
         path = self._folder.file(update, "json")
         if path.exists():
-            aside = path.with_name(path.name + ABANDONED)
+            aside = path.with_name(path.name + ASIDE_SUFFIX)
             rename_into_place(path, aside)
             logger().warning("The result %s of an abandoned checkpoint is not logged and is now %s.", path, aside.name)
 
@@ -178,7 +178,7 @@ class AsyncEvaluateHook(Hook):
         manifest = Manifest.read(path)
         update = manifest.progress.updates
         self._set_aside(update)
-        self._logged.discard(update)
+        self._updates_in_log.discard(update)
         out = self._folder.file(update, "json").absolute()
         values = {"checkpoint": str(path.absolute()), "step": str(update), "out": str(out)}
         job = Job(update, manifest.commit, str(path), fill_fields(self.command, values), time.time())
@@ -189,7 +189,7 @@ class AsyncEvaluateHook(Hook):
 
     def _look(self, run: Run) -> None:
         """Log new results, release checkpoints whose evaluation has ended, and see that a worker runs the others."""
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         for job in list(self._jobs.values()):
             if isinstance(status := self._folder.status(job), int) and self._has_ended(run, job, status):
                 del self._jobs[job.update]
@@ -207,7 +207,7 @@ class AsyncEvaluateHook(Hook):
 
     def _has_ended(self, run: Run, job: Job, status: int) -> bool:
         """Whether nothing more comes of an ended command: its result is logged, or a warning has the reason."""
-        if job.update in self._logged or self._log_result(run, job.update):
+        if job.update in self._updates_in_log or self._log_result(run, job.update):
             return True
         if (number := self._folder.batch_job(job)) is not None:
             if time.time() - job.created <= 3600 * self.give_up_hours:
@@ -224,16 +224,16 @@ class AsyncEvaluateHook(Hook):
     def _log_result(self, run: Run, update: int) -> bool:
         """Log the result of an update's checkpoint, if it is there, complete, and not in the log yet. True: it was."""
         path = self._folder.file(update, "json")
-        if update in self._logged or not path.exists():
+        if update in self._updates_in_log or not path.exists():
             return False
         try:
             values, others = read_result(path, update=update)
         except ValueError as error:
-            if (content := (path, path.stat().st_mtime_ns)) not in self._reported:
-                self._reported.add(content)
+            if (content := (path, path.stat().st_mtime_ns)) not in self._warnings:
+                self._warnings.add(content)
                 logger().warning("The result %s is not logged: %s.", path, error)
             return False
-        self._logged.add(update)
+        self._updates_in_log.add(update)
         record = {f"{self.prefix}/{name}": value for name, value in values.items()}
         logger_of(run).log(run, record, update=update, axis=f"{self.prefix}/step", event=EVENT)
         if others:

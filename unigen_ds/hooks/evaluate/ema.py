@@ -35,7 +35,7 @@ class EMAHook(Hook):
 
     name = "ema"
     average: ShardEMA
-    """From ``before_run`` on."""
+    """The averaged weights, available once ``before_run`` has made them."""
 
     @checked()
     def __init__(

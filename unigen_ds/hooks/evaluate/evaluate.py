@@ -26,8 +26,8 @@ from unigen_ds.system.files import make_directory
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import kept_generators
 
-FOLDER = "evaluations"
-"""Of the work dir: ``<update>.json`` has the metrics of an update with their provenance."""
+_FOLDER = "evaluations"
+"""Folder in the work dir whose ``<update>.json`` has the metrics of an update with their provenance."""
 PREFIX = "val/"
 
 
@@ -100,9 +100,9 @@ class EvaluateHook(Hook):
         self.save_best, self.rule = save_best, rule
         self._every: Duration | None = None
         self._metrics_every: Duration | None = None
-        self._computed = Progress()
+        self._last_metrics = Progress()
         """When the metrics were computed last."""
-        self._evaluated: tuple[int, Mapping[str, float]] | None = None
+        self._last_values: tuple[int, Mapping[str, float]] | None = None
         self.complete = True
         """Whether the last evaluation has all metrics, so that a name that it lacks does not exist."""
 
@@ -122,29 +122,29 @@ class EvaluateHook(Hook):
         their own ``before_run``. ``prefix``: what all names begin with. Which sources and groups of a term have targets
         is known only after an evaluation, so names below a term are accepted here.
         """
-        known: list[str] = []
+        names: list[str] = []
         for validation in run.validation:
-            begin, terms = f"{prefix}{validation.own}", trained_family(run.backend)[0].terms
-            metrics = [f"{begin}{metric.name}" for metric in scoring.of_set(validation, self._metrics)]
+            begin, terms = validation.name_of("", prefix=prefix), trained_family(run.backend)[0].terms
+            metrics = [f"{begin}{metric.name}" for metric in validation.metrics(self._metrics)]
             losses = [f"{begin}loss/{term}" for term in terms]
-            known += [f"{begin}loss", *losses, *metrics]
+            names += [f"{begin}loss", *losses, *metrics]
             if name == f"{begin}loss" or "/".join(name.split("/")[: begin.count("/") + 2]) in losses:
                 return
             if name.startswith(tuple(metrics)):
                 return
         raise ConfigError(
             f"{where} is {name!r}, which no evaluation of this run has",
-            allowed=", ".join(known),
-            remedy=suggestion(name, known),
+            allowed=", ".join(names),
+            remedy=suggestion(name, names),
         )
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
         """Where the values ``name`` come from, known before the first. Collective; the same on all ranks."""
         precision = str(run.backend.topology().get("precision"))
         made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
-        validation = next((one for one in run.validation if name.startswith(f"val/{one.own}")), run.validation[0])
-        own = name.removeprefix(f"val/{validation.own}")
-        metrics = [one for one in scoring.of_set(validation, self._metrics) if own.startswith(one.name)]
+        validation = next((one for one in run.validation if name.startswith(one.name_of(""))), run.validation[0])
+        own = name.removeprefix(validation.name_of(""))
+        metrics = [one for one in validation.metrics(self._metrics) if own.startswith(one.name)]
 
         def on_main() -> dict[str, str]:
             losses = scoring.loss_provenance(
@@ -161,7 +161,7 @@ class EvaluateHook(Hook):
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Results of updates that the run has gone back from are not among the others."""
         if dist.is_main():
-            set_aside(run.work_dir / FOLDER, after=run.progress.updates)
+            set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
 
     def before_update(self, run: Run) -> None:
         if self.at_start and run.progress.updates == 0:
@@ -176,7 +176,7 @@ class EvaluateHook(Hook):
         """Now, at the present weights. Collective. Returns what ``after_val`` of every hook is called with."""
         for hook in run.hooks:
             hook.before_val(run)
-        begun, empties = time.perf_counter(), self.empty_cache and torch.cuda.is_available()
+        start, empties = time.perf_counter(), self.empty_cache and torch.cuda.is_available()
         with run.clock(EVALUATION):
             if empties:
                 torch.cuda.empty_cache()
@@ -184,8 +184,8 @@ class EvaluateHook(Hook):
             if empties:
                 torch.cuda.empty_cache()
         values = evaluation.values
-        self._evaluated = (run.progress.updates, values)
-        logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - begun)
+        self._last_values = (run.progress.updates, values)
+        logger().info("Evaluation: %d samples in %.1f s.", evaluation.num_samples, time.perf_counter() - start)
         for hook in run.hooks:
             hook.after_val(run, values)
         return values
@@ -193,18 +193,18 @@ class EvaluateHook(Hook):
     def _values(self, run: Run) -> scoring.Evaluation:
         """Losses and, where they are due, the metrics. Collective; the same on all ranks."""
         ema, progress, every = ema_of(run) if self.use_ema else None, run.progress, self._metrics_every
-        due = every is None or run.finished or progress.updates == 0 or every.every(progress, self._computed)
+        due = every is None or run.finished or progress.updates == 0 or every.every(progress, self._last_metrics)
         with ema.swapped(run) if ema is not None else nullcontext():
-            evaluation = scoring.evaluate(
+            evaluation = scoring.evaluate_model(
                 run.backend, run.validation, self._metrics if due else [],
                 checkpoint=f"{run.work_dir} (update {progress.updates}){' EMA' if self.use_ema else ''}",
                 max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering,
                 made_by={"precision": str(run.backend.topology().get("precision"))},
             )  # fmt: skip
-        self._computed = progress if due else self._computed
-        self.complete = (due or not self._metrics) and not evaluation.failed
+        self._last_metrics = progress if due else self._last_metrics
+        self.complete = (due or not self._metrics) and not evaluation.failures
         if len(evaluation.results) > len(run.validation) and dist.is_main():
-            path = run.work_dir / FOLDER / f"{progress.updates}.json"
+            path = run.work_dir / _FOLDER / f"{progress.updates}.json"
             try:
                 make_directory(path.parent)
                 write_results(path, evaluation.results)
@@ -215,15 +215,15 @@ class EvaluateHook(Hook):
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
         """A checkpoint has the values of its own update."""
-        if self._evaluated is not None and self._evaluated[0] == run.progress.updates:
-            metrics.update(self._evaluated[1])
+        if self._last_values is not None and self._last_values[0] == run.progress.updates:
+            metrics.update(self._last_values[1])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"computed": self._computed.state_dict()} if self._metrics_every is not None else {}
+        return {"computed": self._last_metrics.state_dict()} if self._metrics_every is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "computed" in state:
-            self._computed = Progress(**state["computed"])
+            self._last_metrics = Progress(**state["computed"])
 
 
 def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> EvaluateHook | None:

@@ -43,8 +43,8 @@ from unigen_ds.system import dist
 from unigen_ds.system.files import write_atomic, write_text_atomic
 from unigen_ds.system.log import logger
 
-FOLDER = "previews"
-Side = Annotated[int, Ge(1)]
+_FOLDER = "previews"
+_Side = Annotated[int, Ge(1)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class PreviewHook(Hook):
         unit: Literal["update", "iteration", "epoch"] = "update",
         use_ema: bool = True,
         seed: int = 0,
-        size: tuple[Side, Side] | None = None,
+        size: tuple[_Side, _Side] | None = None,
         flow: Mapping[str, Any] | None = None,
         max_new_tokens: Annotated[int, Ge(1)] = 64,
         temperature: float = 0.0,
@@ -153,7 +153,7 @@ class PreviewHook(Hook):
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         if dist.is_main():
-            set_aside(run.work_dir / FOLDER, after=run.progress.updates)
+            set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if self._every.every(run.progress, run.previous):
@@ -178,9 +178,9 @@ class PreviewHook(Hook):
         if (per_rank := dist.gather_to_main(own)) is None:
             return
         entries = [entry for _, entry in sorted(pair for part in per_rank for pair in part.items())]
-        if failed := [entry.error for entry in entries if entry.error]:
+        if errors := [entry.error for entry in entries if entry.error]:
             logger().warning("%d of %d previews at update %d failed; the first: %s",
-                             len(failed), len(entries), update, failed[0])  # fmt: skip
+                             len(errors), len(entries), update, errors[0])  # fmt: skip
         try:
             self._show(run, entries)
         except OSError as error:
@@ -201,7 +201,7 @@ class PreviewHook(Hook):
 
     def _follow(self, inferencer: Any, request: PreviewPrompt, entry: _Entry) -> None:
         entry.prompt, entry.images = request.text, request.paths
-        options: dict[str, Any] = request.shown
+        options: dict[str, Any] = request.arguments
         if "image" in getattr(inferencer, "answers", ()):
             options |= {"understand": True} if request.understand else {"flow": self._drawing, "size": self._size}
         options |= {key: value for key, value in vars(self._sampling).items() if value != vars(Sampling())[key]}
@@ -257,7 +257,7 @@ class PreviewHook(Hook):
 
     def _show(self, run: Run, entries: Sequence[_Entry]) -> None:
         """Write the sheet and the texts, and log the sheet. On rank 0."""
-        update, folder = run.progress.updates, run.work_dir / FOLDER
+        update, folder = run.progress.updates, run.work_dir / _FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         cells, rows = [], []
         for entry in entries:

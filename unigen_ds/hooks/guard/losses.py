@@ -47,12 +47,12 @@ class NanGuardHook(Hook):
     @checked()
     def __init__(self, *, max_consecutive: Annotated[int, Ge(1)] = 5) -> None:
         self.max_consecutive = max_consecutive
-        self._skipped: list[tuple[int, UpdateResult]] = []
+        self._bad_updates: list[tuple[int, UpdateResult]] = []
         """The present row of updates that were not applied."""
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if result.applied:
-            self._skipped.clear()
+            self._bad_updates.clear()
             return
         bad = [value for value in result.local_sums.values() if not math.isfinite(float(value))]
         loss_is_finite = not dist.sum_floats([float(len(bad))])[0]  # of all ranks, which skip alike
@@ -61,20 +61,20 @@ class NanGuardHook(Hook):
                           " changed", run.progress.updates, result.loss_scale)  # fmt: skip
             return
         first, stop = result.sequences
-        self._skipped.append((run.progress.updates, result))
+        self._bad_updates.append((run.progress.updates, result))
         logger().warning(
             "update %d (sequences %d:%d): the %s is not finite; no weight changed, it is skipped (%d of %d"
             " in a row that stop the run)",
             run.progress.updates, first, stop, "gradient" if loss_is_finite else "loss",
-            len(self._skipped), self.max_consecutive,
+            len(self._bad_updates), self.max_consecutive,
         )  # fmt: skip
-        if len(self._skipped) >= self.max_consecutive:
-            (first_update, first_result), (last_update, last_result) = self._skipped[0], self._skipped[-1]
+        if len(self._bad_updates) >= self.max_consecutive:
+            (first_update, first_result), (last_update, last_result) = self._bad_updates[0], self._bad_updates[-1]
             first, stop = first_result.sequences[0], last_result.sequences[1]
-            ids = [name for _, result in self._skipped for name in result.sample_ids]
+            ids = [name for _, result in self._bad_updates for name in result.sample_ids]
             more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
             raise TrainingError(
-                f"{len(self._skipped)} updates in a row had a loss or gradients that are not finite: updates"
+                f"{len(self._bad_updates)} updates in a row had a loss or gradients that are not finite: updates"
                 f" {first_update} to {last_update}, sequences {first}:{stop}",
                 remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
                 f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples:"
@@ -179,16 +179,16 @@ def _tensors(run: Run) -> tuple[int, list[str]]:
              if number}  # fmt: skip
     layers = (torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd)
     matrices = {f"{name}.weight" for name, module in backend.model.named_modules() if isinstance(module, layers)}
-    compared = {name: value for name, value in scale.items() if name in matrices and math.isfinite(value)}
+    finite = {name: value for name, value in scale.items() if name in matrices and math.isfinite(value)}
     # where not all weights were read, some keep their initial values, which may be zeros
     parts = not isinstance((config.get("model") or {}).get("pretrained"), str | None)
     missing = "missing" in ((config.get("load_cfg") or {}).get("allow") or ())
     complete = not parts and not config.get("lora") and not missing
     kinds = {
         "are not finite": [name for name, value in scale.items() if not math.isfinite(value)],
-        "of weight matrices are all zeros": [name for name, value in compared.items() if value == 0 and complete],
+        "of weight matrices are all zeros": [name for name, value in finite.items() if value == 0 and complete],
         f"of weight matrices have a root mean square of more than {LARGEST:g} or less than {SMALLEST:g}": [
-            name for name, value in compared.items() if value > 0 and not SMALLEST <= value <= LARGEST
+            name for name, value in finite.items() if value > 0 and not SMALLEST <= value <= LARGEST
         ],
     }
     return len(names), [

@@ -27,7 +27,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.pipes import end_start
 
-STOPPED_BY_SIGNAL = "signal"
+SIGNAL_REASON = "signal"
 REPEAT_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -39,7 +39,7 @@ class SignalHook(Hook):
     name = "signals"
 
     def __init__(self) -> None:
-        self._received, self._received_at = 0, 0.0
+        self._signal, self._signal_at = 0, 0.0
         self.stopped = False
         self._alone = True
         self._previous: dict[int, Any] = {}
@@ -53,36 +53,36 @@ class SignalHook(Hook):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self._received:
-            self._received, self._received_at = number, now
+        if not self._signal:
+            self._signal, self._signal_at = number, now
             # not through the logger: the signal may have interrupted it while it writes
             when = "this update" if self._alone else "this update or the next"
             os.write(2, f"{signal.Signals(number).name} received: stopping after {when}.\n".encode())
-        elif now - self._received_at > REPEAT_S:
+        elif now - self._signal_at > REPEAT_S:
             if number == signal.SIGINT and hasattr(sys, "ps1"):  # a notebook: its kernel outlives what it runs
                 raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)  # no exception, which could come out of a lock or a commit
             signal.raise_signal(number)
 
     def wants_stop(self) -> bool:
-        return self._received > 0
+        return self._signal > 0
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        if result.stop_wanted or (self._alone and self._received):
+        if result.stop_wanted or (self._alone and self._signal):
             self._stop(run, "saving a checkpoint, then stopping")
 
     def after_train(self, run: Run) -> None:
         """A signal during the last update: all processes report it by the same exit status."""
-        if not self.stopped and dist.sum_floats([float(self._received > 0)])[0]:
+        if not self.stopped and dist.sum_floats([float(self._signal > 0)])[0]:
             self._stop(run, "it came during the last update, whose checkpoint is saved")
         if not self.stopped:  # else the process is about to end, and a repeat must not change how
             self.on_exception(run, None)
 
     def _stop(self, run: Run, consequence: str) -> None:
-        name = signal.Signals(self._received).name if self._received else "A signal to another process"
+        name = signal.Signals(self._signal).name if self._signal else "A signal to another process"
         logger().warning("%s received: %s.", name, consequence)
         self.stopped = True
-        run.request_stop(STOPPED_BY_SIGNAL)
+        run.request_stop(SIGNAL_REASON)
 
     def on_exception(self, run: Run, error: BaseException | None) -> None:
         for number, handler in self._previous.items():

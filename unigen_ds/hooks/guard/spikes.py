@@ -23,7 +23,7 @@ from unigen_ds.hooks.log.logger import losses_of_updates
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
-FEWEST = 20
+_FEWEST = 20
 """Updates before the first spike: a loss that falls fast at the start has no usual range."""
 SMALLEST = 0.01
 """Share of the median that a standard deviation has at least: a loss that hardly changes has no spikes of noise."""
@@ -57,7 +57,7 @@ class SpikeHook(Hook):
         *,
         z: Annotated[float, Gt(0)] = 6.0,
         grad_norm_z: Annotated[float, Gt(0)] | None = None,
-        window: Annotated[int, Ge(FEWEST)] = 100,
+        window: Annotated[int, Ge(_FEWEST)] = 100,
         interval: Annotated[int, Ge(1)] = 10,
         skip_updates: Annotated[int, Ge(1)] = 1,
         max_rollbacks: Annotated[int, Ge(0)] = 3,
@@ -87,7 +87,7 @@ class SpikeHook(Hook):
                 raise back
 
     def _decide(self, run: Run, pending: Sequence[tuple[int, UpdateResult]], losses: Sequence[Any]) -> GoBack | None:
-        """On rank 0."""
+        """Return to which checkpoint the run goes back, as rank 0 decides; None: it continues."""
         spike, text = list[tuple[int, UpdateResult]](), ""
         for (update, result), loss in zip(pending, losses, strict=True):
             values = [math.nan if loss is None else loss, float(result.grad_norm)]
@@ -103,7 +103,7 @@ class SpikeHook(Hook):
 
     def _above(self, values: Sequence[float]) -> str:
         """How far one of them is above what is usual; empty where none is."""
-        if len(self.recent) < FEWEST:
+        if len(self.recent) < _FEWEST:
             return ""
         for i, (name, limit) in enumerate(self.limits.items()):
             recent = [one[i] for one in self.recent]
@@ -119,22 +119,22 @@ class SpikeHook(Hook):
 
     def _back(self, run: Run, spike: Sequence[tuple[int, UpdateResult]], text: str) -> GoBack:
         (update, first), (last_update, last) = spike[0], spike[-1]
-        start, done = first.sequences[0], sum(skip.why.startswith(WHY) for skip in run.skips)
+        start, count = first.sequences[0], sum(skip.why.startswith(WHY) for skip in run.skips)
         stop = max(last.sequences[1], start + self.skip_updates * run.geometry.global_batch_size)
         updates = f"update {update}" if update == last_update else f"updates {update} to {last_update}"
         skip = Skip(start, stop, f"{WHY} at update {update}: {text}")
         problem = f"a loss spike in {updates} (sequences {start}:{last.sequences[1]}): {text}"
         look = f"`python tools/replay.py {run.work_dir} --update {update}` shows the data"
-        if done >= self.max_rollbacks:
+        if count >= self.max_rollbacks:
             raise TrainingError(
-                f"{problem}. The run went back {done} times",
+                f"{problem}. The run went back {count} times",
                 allowed=f"SpikeHook.max_rollbacks={self.max_rollbacks}",
                 remedy=f"{look}; lower the learning rate; or continue without it: --resume --skip-sequences {skip}",
             )
         listing = store.list_checkpoints(run.checkpoint_dir)
         earlier = [one for one in listing if one.manifest and one.manifest.progress.sequences <= start]
-        found, _ = store.newest(run.checkpoint_dir, hashes=False, listing=earlier)
-        if found is None:
+        checkpoint, _ = store.newest(run.checkpoint_dir, hashes=False, listing=earlier)
+        if checkpoint is None:
             raise TrainingError(
                 f"{problem}, and there is no checkpoint before it",
                 remedy=f"{look}; save earlier (CheckpointHook.interval), or begin again in another --work-dir with"
@@ -143,6 +143,6 @@ class SpikeHook(Hook):
         logger().warning(
             "Spike: %s. The run goes back to %s and leaves out sequences %s, %d in all (rollback %d of %d)."
             " `python tools/replay.py %s --sequences %s` shows the data.",
-            problem, found.path, skip, stop - start, done + 1, self.max_rollbacks, run.work_dir, skip,
+            problem, checkpoint.path, skip, stop - start, count + 1, self.max_rollbacks, run.work_dir, skip,
         )  # fmt: skip
-        return GoBack(found.path, skip)
+        return GoBack(checkpoint.path, skip)

@@ -14,7 +14,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from unigen_ds.config.values import seconds
+from unigen_ds.config.values import time_seconds
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
@@ -24,7 +24,7 @@ from unigen_ds.system.machine import env_number
 JOB_END = "SLURM_JOB_END_TIME"
 """Variable of a job of SLURM (22.05 and later): when it ends, in seconds since 1970."""
 ASSUMED_SAVE_S = 300.0
-"""Of a save before the first one was measured; at most a tenth of the time that is left at the start."""
+"""Seconds of a save before the first was measured; at most a tenth of the time that is left at the start."""
 
 
 class TimeLimitHook(Hook):
@@ -45,7 +45,7 @@ class TimeLimitHook(Hook):
         now, limits = time.monotonic(), []
         if self.max_time is not None:
             what = f"train_cfg.max_time={self.max_time!r}, counted from the start of this process"
-            limits.append((now - process_age() + seconds(self.max_time), what))
+            limits.append((now - process_age() + time_seconds(self.max_time), what))
         if end := env_number(JOB_END, 0):
             limits.append((now - time.time() + end, f"the end of the SLURM job ({JOB_END})"))
         if not limits:
@@ -73,8 +73,8 @@ class TimeLimitHook(Hook):
         return (self._assumed_s, " (assumed)") if longest_s is None else (longest_s, "")
 
     def has_request(self) -> bool:
-        needed = self._longest_s + self._last_s + 2 * self._save()[0]
-        return dist.is_main() and time.monotonic() + needed > self._limit
+        seconds = self._longest_s + self._last_s + 2 * self._save()[0]
+        return dist.is_main() and time.monotonic() + seconds > self._limit
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if self.name not in result.requests or run.done:
@@ -89,7 +89,7 @@ class TimeLimitHook(Hook):
 def process_age() -> float:
     """Seconds since the system started this process; 0 on a system without ``/proc``."""
     try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     except OSError:
         return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start

@@ -191,7 +191,7 @@ class TimelineHook(JournalHook):
         self._manifest = manifest
 
     def before_train(self, run: Run) -> None:
-        waited = clock.seconds()
+        seconds = clock.start_duration()
         self._began = self._last = time.perf_counter()
         self._before, self._started = dict(run.clock.totals), True
         if not dist.is_main():
@@ -199,7 +199,7 @@ class TimelineHook(JournalHook):
         record = {
             "event": "start",
             **_now(run),
-            "start_up": waited,
+            "start_up": seconds,
             "checkpoint": self._manifest.get("path"),
             "sequences": run.progress.sequences,
             "sequences_per_epoch": run.ruler.sequences_per_epoch,
@@ -235,8 +235,8 @@ class TimelineHook(JournalHook):
     def _write(self, run: Run, record: Mapping[str, Any]) -> None:
         """Seconds are those since the start line; ``sections`` are the parts of it that the clock knows."""
         self._last, self._saved = time.perf_counter(), False
-        spent = {name: total - self._before.get(name, 0.0) for name, total in run.clock.totals.items()}
-        sections = {name: round(seconds, 4) for name, seconds in spent.items() if seconds >= 5e-5}
+        times = {name: total - self._before.get(name, 0.0) for name, total in run.clock.totals.items()}
+        sections = {name: round(seconds, 4) for name, seconds in times.items() if seconds >= 5e-5}
         self.append(run, {**record, **_now(run), "seconds": round(self._last - self._began, 4), "sections": sections})
 
 

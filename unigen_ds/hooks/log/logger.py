@@ -27,11 +27,10 @@ from rich.progress import Progress as RichBar
 from torch import Tensor
 
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch
+from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch, to_device
 from unigen_ds.data.datasets.dataset import source_names
 from unigen_ds.hooks.base import Run, UpdateResult
 from unigen_ds.hooks.log.journal import JournalHook
-from unigen_ds.hooks.log.source_losses import SourceLosses
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
@@ -107,7 +106,7 @@ class LoggerHook(JournalHook):
         self.grad_norms: list[float] = []
         """The last ``WINDOW`` of them."""
         self.epoch: dict[str, dict[str, float]] = {"sums": {}, "counts": {}}
-        """Of each loss term since the epoch began, over all ranks. Without times: a resumed run has the same state."""
+        """Sums of loss terms since the epoch began, over all ranks. Without times: a resumed run has the same state."""
 
     def before_train(self, run: Run) -> None:
         super().before_train(run)
@@ -138,9 +137,9 @@ class LoggerHook(JournalHook):
             for name, count in result.counts.items():
                 self.epoch["counts"][name] = self.epoch["counts"].get(name, 0.0) + count
         self._epoch_tokens += result.tokens
-        ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which then begins with a new epoch
-        of_epoch = self._end_epoch(result.loss_weights) if ended else {}
-        if first or ended or run.ruler.duration(self._interval, self._unit).every(run.progress, run.previous):
+        epoch_ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which begins with a new one
+        of_epoch = self._end_epoch(result.loss_weights) if epoch_ended else {}
+        if first or epoch_ended or run.ruler.duration(self._interval, self._unit).every(run.progress, run.previous):
             self._log(run, result, of_epoch)
         statistics = run.ruler.duration(self._statistics_interval, "update")
         if statistics.every(run.progress, run.previous) and self._timer:
@@ -354,3 +353,48 @@ def global_memory() -> dict[str, float]:
     else:
         peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)]
     return dict(zip(("memory", "memory_reserved"), dist.max_floats(peaks), strict=False))
+
+
+# ---- the losses of each source of the training data ------------------------------------------------------------------
+
+
+class SourceLosses:
+    """The mean loss over the targets of each source in an update, of all ranks. The losses of the sources, weighted by
+    their targets, are the loss of the term. Of one source it does nothing: its losses are those of the update."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = tuple(names)
+        self._parts: dict[str, tuple[Tensor, Tensor]] = {}
+        """Term -> by source, the sum of the losses on the device, and of the weights of the targets on the CPU."""
+
+    def begin(self) -> None:
+        """The next update."""
+        self._parts = {}
+
+    def add(self, batch: Batch, each: Mapping[str, Tensor]) -> None:
+        """A micro-batch of this rank. ``batch`` on the CPU; ``each``: as of ``LossTerms``, detached."""
+        if len(self._names) < 2 or not each or not batch.sample_ends:
+            return
+        ends, sources = torch.tensor(batch.sample_ends), torch.tensor(batch.sample_sources)
+        for term, (index, weight) in batch.target_positions().items():
+            if term in each:
+                labels = sources[torch.searchsorted(ends, index, right=True)]
+                values, none = each[term].double(), torch.zeros(len(self._names), dtype=torch.float64)
+                sums, weights = self._parts.get(term, (torch.zeros_like(none, device=values.device), none))
+                sums = sums.index_add(0, to_device(labels, values.device), values)
+                self._parts[term] = sums, weights.index_add(0, labels, weight.double())
+
+    def means(self, terms: Sequence[str]) -> dict[str, float]:
+        """``loss/<term>/<source>``, where a source has targets. Collective: ``terms`` are the same on all ranks."""
+        if len(self._names) < 2:
+            return {}
+        none = torch.zeros(len(self._names))
+        local = [part.tolist() for term in terms for part in self._parts.get(term, (none, none))]
+        totals = dist.sum_floats([value for part in local for value in part])
+        means: dict[str, float] = {}
+        number = len(self._names)
+        for term in terms:
+            sums, weights, totals = totals[:number], totals[number : 2 * number], totals[2 * number :]
+            parts = zip(self._names, sums, weights, strict=True)
+            means |= {f"loss/{term}/{name}": total / weight for name, total, weight in parts if weight}
+        return means

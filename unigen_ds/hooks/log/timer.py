@@ -22,7 +22,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.clock import COMMUNICATION, EVALUATION, count_communication
 from unigen_ds.system.log import logger
 
-SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
+_SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
 TOTAL_AFTER_UPDATES = 20
 """Updates of a process after which the time of the whole training is estimated; its first is left out."""
 WARM_UP_UPDATES = 50
@@ -67,10 +67,10 @@ class IterTimerHook(Hook):
         self._own: dict[str, float] = defaultdict(float)
         """This rank's counts of the present update."""
         self._statistics: list[dict[str, float]] = []
-        """Of each update since the last ``statistics_over_ranks``."""
+        """Statistics of each update since the last ``statistics_over_ranks``."""
         self._num_updates, self._seconds, self._sequences_left = 0, 0.0, 0.0
-        self._warned: set[str] = set()
-        self._timed = ExitStack()
+        self._warnings: set[str] = set()
+        self._timing = ExitStack()
         self.peak_tflops: float | None = None
         """10**12 operations a second that one device can do; None where that is not known, and before training."""
 
@@ -78,14 +78,14 @@ class IterTimerHook(Hook):
         self.peak_tflops = run.peak_tflops
         if run.peak_tflops is None and torch.cuda.is_available():
             self.peak_tflops = device_peak_tflops(torch.cuda.get_device_name())
-        self._timed.enter_context(count_communication(run.clock))
+        self._timing.enter_context(count_communication(run.clock))
         run.clock.read()  # building the run is not part of the first update
 
     def after_run(self, run: Run) -> None:
-        self._timed.close()
+        self._timing.close()
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        self._timed.close()
+        self._timing.close()
 
     def before_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         count = getattr(run.backend.model, "flops", None)
@@ -97,7 +97,7 @@ class IterTimerHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         seconds, sections = run.clock.read()
         seconds -= sections.get(EVALUATION, 0.0)
-        times = {name: sections.get(name, 0.0) for name in SECTIONS}
+        times = {name: sections.get(name, 0.0) for name in _SECTIONS}
         times["other"] = max(0.0, seconds - sum(times.values()))
         own, self._own = self._own, defaultdict(float)
         progress, previous = run.progress, run.previous
@@ -110,7 +110,7 @@ class IterTimerHook(Hook):
             "post_process_time": times["step"] + times["other"],
             "communication_time": times[COMMUNICATION],
             "images_per_sample": own["images"] / max(own["samples"], 1),
-            **{f"share_{name}": spent / seconds for name, spent in times.items()},
+            **{f"share_{name}": value / seconds for name, value in times.items()},
         })  # fmt: skip
         self._num_updates += 1
         self._sequences_left = max(0.0, run.total_sequences - progress.sequences)
@@ -121,7 +121,7 @@ class IterTimerHook(Hook):
             until = f"{datetime.now() + timedelta(seconds=self._sequences_left / size * per_update):%Y-%m-%d %H:%M}"
             logger().info("Estimated total time: %s (%.0f updates of %.3g s), until %s.",
                           total, run.total_sequences / size, per_update, until)  # fmt: skip
-        if self._num_updates > WARM_UP_UPDATES and not self._warned.issuperset(BOUNDS):
+        if self._num_updates > WARM_UP_UPDATES and not self._warnings.issuperset(BOUNDS):
             self._check_shares()
 
     def _sum(self, name: str) -> float:
@@ -140,7 +140,7 @@ class IterTimerHook(Hook):
         return {
             "time/update": seconds / len(self._updates),
             "time/data": self._sum("data") / len(self._updates),
-            **{f"share/{name}": self._sum(name) / seconds for name in (*SECTIONS, "other")},
+            **{f"share/{name}": self._sum(name) / seconds for name in (*_SECTIONS, "other")},
             "tokens_per_second": tokens,
             "tokens_per_second_per_device": tokens / dist.world_size(),
             "samples_per_second": self._sum("samples") / seconds,
@@ -182,7 +182,7 @@ class IterTimerHook(Hook):
         summary = self.summary()
         for name, (low, high, advice) in BOUNDS.items():
             share = summary.get(f"share/{name}", low)
-            if name not in self._warned and not low <= share <= high:
-                self._warned.add(name)
+            if name not in self._warnings and not low <= share <= high:
+                self._warnings.add(name)
                 bound = f"at most {high:.0%}" if share > high else f"at least {low:.0%}"
                 logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)

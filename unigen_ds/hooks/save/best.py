@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from unigen_ds.checkpoint import best_record as stored
-from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint import best_record, store
 from unigen_ds.checkpoint.best_record import Best
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
@@ -30,8 +29,8 @@ from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.log import logger
 
-Rule = Literal["less", "greater"]
-_RULES: tuple[tuple[str, Rule], ...] = (
+Direction = Literal["less", "greater"]
+_RULES: tuple[tuple[str, Direction], ...] = (
     ("fid|perplexity", "less"),
     ("bleu|rouge|meteor|bertscore|exact_match|clip|consistency", "greater"),
     (".*(acc|top|ar@|auc|precision|map|mdice|miou)", "greater"),
@@ -39,13 +38,13 @@ _RULES: tuple[tuple[str, Rule], ...] = (
 """What a part of a metric's name matches, of this project's metrics and of mmengine's -> what is better."""
 
 
-def rule_of(metric: str) -> Rule:
+def rule_of(metric: str) -> Direction:
     """``'less'`` or ``'greater'``, as mmengine infers it: by the first part of the name after ``val/``, or the second
     after a set's name: ``val/loss/text/accounts.jsonl`` is a loss. Raises ``ConfigError`` where neither fits."""
     name = metric.removeprefix("val/").lower()
     parts = name.split("/")[:2]
-    inferred = (next((rule for pattern, rule in _RULES if re.match(pattern, part)), None) for part in parts)
-    rules = {rule for rule in inferred if rule is not None}
+    by_part = (next((rule for pattern, rule in _RULES if re.match(pattern, part)), None) for part in parts)
+    rules = {rule for rule in by_part if rule is not None}
     if "loss" in parts or (not rules and "loss" in name):
         return "less"
     if len(rules) != 1:
@@ -60,7 +59,7 @@ class MetricHook(Hook):
     """Base of hooks that follow one metric of the evaluations, such as ``val/loss``. ``rule`` None: by the name
     (``rule_of``). ``where``: the argument that names the metric, for messages."""
 
-    def __init__(self, metric: str, *, rule: Rule | None, where: str) -> None:
+    def __init__(self, metric: str, *, rule: Direction | None, where: str) -> None:
         self.metric, self.rule, self._where = metric, rule or rule_of(metric), where
         self._provenance: dict[str, str] = {}
         self._error: ConfigError | None = None
@@ -78,8 +77,8 @@ class MetricHook(Hook):
         complete = all(getattr(hook, "complete", True) for hook in run.hooks)
         if complete or "loss" in self.metric.split("/")[1:3]:
             problem = f"{self._where} is {self.metric!r}, which the evaluation does not have"
-            allowed = ", ".join(sorted(metrics)) or "nothing: it has no results"
-            self._error = ConfigError(problem, allowed=allowed)
+            choices = ", ".join(sorted(metrics)) or "nothing: it has no results"
+            self._error = ConfigError(problem, allowed=choices)
             run.request_stop(problem)
         return None
 
@@ -102,36 +101,36 @@ class BestHook(MetricHook):
 
     name = "best"
 
-    def __init__(self, metric: str, *, rule: Rule | None = None) -> None:
+    def __init__(self, metric: str, *, rule: Direction | None = None) -> None:
         self._auto = metric == "auto"
         super().__init__("val/loss" if self._auto else metric, rule=rule, where="EvaluateHook.save_best")
         self._best: Best | None = None
-        self._offered: Best | None = None
-        """Of the present update, better than the best one."""
+        self._candidate: Best | None = None
+        """The value of the present update, where it is better than the best one."""
         self._saving: Best | None = None
-        """Of the checkpoint that is being saved."""
+        """The value of the checkpoint that is being saved."""
         self._commit: int | None = None
-        """Of the checkpoint of this run that retention must not delete."""
+        """Commit number of the checkpoint of this run that retention must not delete."""
 
     def before_run(self, run: Run) -> None:
         if not self._checkpoints(run):
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
         if self._auto:
-            self.metric = f"val/{run.validation[0].own}loss"
+            self.metric = run.validation[0].name_of("loss")
         super().before_run(run)
 
     def before_update(self, run: Run) -> None:
         """What was not saved at its own update is not the best one."""
-        lost, self._offered = self._offered, None
+        old, self._candidate = self._candidate, None
         if self._saving is not None and all(hook.pending is None for hook in self._checkpoints(run)):
-            lost, self._saving = self._saving, None
-        if lost is not None and dist.is_main():
+            old, self._saving = self._saving, None
+        if old is not None and dist.is_main():
             consequence = "none is kept" if self._best is None else f"{self._best.path} stays the best checkpoint"
             logger().warning("The best %s so far, %.6g at update %d, was not saved: %s.",
-                             self.metric, lost.value, lost.updates, consequence)  # fmt: skip
+                             self.metric, old.value, old.updates, consequence)  # fmt: skip
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:
-        self._offered, self._saving = None, self._offered
+        self._candidate, self._saving = None, self._candidate
 
     @staticmethod
     def _checkpoints(run: Run) -> list[CheckpointHook]:
@@ -143,11 +142,11 @@ class BestHook(MetricHook):
         if not math.isfinite(value) and dist.is_main():
             logger().warning("%s is %g at update %d: it is not the best.", self.metric, value, run.progress.updates)
         best = self._saving or self._best
-        if stored.better(value, None if best is None else best.value, rule=self.rule):
-            self._offered = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
+        if best_record.better(value, None if best is None else best.value, rule=self.rule):
+            self._candidate = Best(self.metric, self.rule, value, run.progress.updates, provenance=self._provenance)
 
     def wants_save(self) -> bool:
-        return self._offered is not None
+        return self._candidate is not None
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         """If the value of the checkpoint that is now complete is the best, it is the best one now."""
@@ -162,21 +161,21 @@ class BestHook(MetricHook):
 
         def settle() -> int | None:
             try:
-                write_text_atomic(run.checkpoint_dir / stored.HINT, f"{folder}\n")
+                write_text_atomic(run.checkpoint_dir / best_record.BEST_FILE, f"{folder}\n")
             except OSError as error:
                 logger().warning("The best checkpoint is %s, complete and kept, but: %s", folder, error)
             own = store.is_checkpoint_name(folder.name) and store.is_inside(run.checkpoint_dir, folder)
             return Manifest.read(folder).commit if own else None
 
-        home, resolved = run.checkpoint_dir.resolve(), folder.resolve()
-        name = resolved.relative_to(home) if resolved.is_relative_to(home) else folder.absolute()
+        home, target = run.checkpoint_dir.resolve(), folder.resolve()
+        name = target.relative_to(home) if target.is_relative_to(home) else folder.absolute()
         self._best, self._commit = replace(best, path=str(name)), dist.on_main(settle)
 
     def keeps(self, manifest: Manifest) -> bool:
         return manifest.commit == self._commit
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint that is being saved: it is the best one itself if its value is."""
+        """State for the checkpoint that is being saved, which is the best one itself if its value is."""
         best = self._saving or self._best
         return {} if best is None else best.state_dict()
 
@@ -222,7 +221,7 @@ class EarlyStoppingHook(MetricHook):
         self,
         *,
         monitor: str,
-        rule: Rule | None = None,
+        rule: Direction | None = None,
         min_delta: Annotated[float, Ge(0)] = 0.0,
         patience: Annotated[int, Ge(1)] = 5,
         check_finite: bool = True,
@@ -233,17 +232,17 @@ class EarlyStoppingHook(MetricHook):
         self.check_finite, self.stopping_threshold = check_finite, stopping_threshold
         self._best: float | None = None
         self._last: float | None = None
-        self._waited = 0
+        self._num_worse = 0
 
     def after_val(self, run: Run, metrics: Mapping[str, float]) -> None:
         if (value := self.value_of(run, metrics)) is None:
             return
         self._last = value
         margin = self.min_delta if self.rule == "less" else -self.min_delta
-        if stored.better(value + margin, self._best, rule=self.rule):
-            self._best, self._waited = value, 0
+        if best_record.better(value + margin, self._best, rule=self.rule):
+            self._best, self._num_worse = value, 0
         else:
-            self._waited += 1
+            self._num_worse += 1
         self._stop(run, "Early stopping")
 
     def before_train(self, run: Run) -> None:
@@ -271,25 +270,25 @@ class EarlyStoppingHook(MetricHook):
         if not math.isfinite(last):
             if self.check_finite:
                 return f"{self.metric} is {last:g}"
-        elif threshold is not None and stored.better(last, threshold, rule=self.rule):
+        elif threshold is not None and best_record.better(last, threshold, rule=self.rule):
             return f"{self.metric} is {last:.6g}, {self.rule} than stopping_threshold {threshold:g}"
-        if self._waited < self.patience:
+        if self._num_worse < self.patience:
             return None
         by = f" by more than min_delta {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"{self.metric} has not improved{by} for {self._waited} evaluations (patience {self.patience});"
+            f"{self.metric} has not improved{by} for {self._num_worse} evaluations (patience {self.patience});"
             f" the best value is {self._best}, the last one {last:.6g}"
         )
 
     def state_dict(self) -> dict[str, Any]:
         last = None if self._last is None else str(self._last)  # JSON has no NaN
         return {"monitor": self.metric, "rule": self.rule, "best": self._best, "last": last,
-                "waited": self._waited, "provenance": self._provenance}  # fmt: skip
+                "waited": self._num_worse, "provenance": self._provenance}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if problem := self.difference(state["monitor"], state["rule"], state["provenance"]):
             if dist.is_main():
                 logger().warning("EarlyStoppingHook starts anew: of the best value before, %s.", problem)
             return
-        self._best, self._waited = state["best"], int(state["waited"])
+        self._best, self._num_worse = state["best"], int(state["waited"])
         self._last = None if state["last"] is None else float(state["last"])

@@ -14,16 +14,16 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.registry import HOOKS, checked
-from unigen_ds.config.values import Allowed, Rule
+from unigen_ds.config.values import Choices, Rule
 from unigen_ds.core.errors import ConfigError, SaveError, UnigenError
 from unigen_ds.core.progress import Duration
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
-Interval = Annotated[float, Rule(lambda value: value > 0 or value == -1), Allowed("a number above 0, or -1")]
-Positive = Annotated[float, Rule(lambda value: value > 0), Allowed("a number above 0")]
-MaxKeep = Annotated[int, Rule(lambda value: value != 0), Allowed("a whole number of at least 1, or -1")]
+Interval = Annotated[float, Rule(lambda value: value > 0 or value == -1), Choices("a number above 0, or -1")]
+Positive = Annotated[float, Rule(lambda value: value > 0), Choices("a number above 0")]
+MaxKeep = Annotated[int, Rule(lambda value: value != 0), Choices("a whole number of at least 1, or -1")]
 
 SLOW_S = 2.0
 """A save that needs less is never slow."""
@@ -109,7 +109,7 @@ class CheckpointHook(Hook):
         self._weights: Duration | None = None
         self._saved_at = 0.0
         """When the last save was due, of ``time.monotonic``."""
-        self._settled: int | None = None
+        self._last_complete: int | None = None
         """The update of the last complete checkpoint."""
         self.pending: int | None = None
         """The update of the one that is being written."""
@@ -136,7 +136,7 @@ class CheckpointHook(Hook):
     def before_train(self, run: Run) -> None:
         if self.save_base:
             run.save_base()
-        self._settled, self._saved_at = run.progress.updates, time.monotonic()
+        self._last_complete, self._saved_at = run.progress.updates, time.monotonic()
 
     def has_request(self) -> bool:
         """Rank 0's clock decides for all."""
@@ -159,7 +159,7 @@ class CheckpointHook(Hook):
             logger().warning("No checkpoint is saved at update %d: that of update %d is still being written"
                              " (async_busy='skip').", run.progress.updates, self.pending)  # fmt: skip
         elif due:
-            with self._reported(run):
+            with self._report_failure(run):
                 self._save(run, background=self.async_save)
             self._went_on = time.monotonic() if regular else None
 
@@ -178,11 +178,11 @@ class CheckpointHook(Hook):
     def after_train(self, run: Run) -> None:
         if self.pending is not None:
             self._finish(run, wait=True)
-        if self._settled != run.progress.updates:  # a hook that runs later asked for the stop
+        if self._last_complete != run.progress.updates:  # a hook that runs later asked for the stop
             self._save(run)
 
     @contextmanager
-    def _reported(self, run: Run) -> Iterator[None]:
+    def _report_failure(self, run: Run) -> Iterator[None]:
         """A failure, which every rank raises alike, is an error in the log, or ends the run."""
         try:
             yield
@@ -205,25 +205,25 @@ class CheckpointHook(Hook):
         return self._weights is not None and self._weights.every(run.progress, run.previous)
 
     def _finish(self, run: Run, *, wait: bool) -> None:
-        with self._reported(run):
+        with self._report_failure(run):
             self._settle(run, run.finish_save(wait=wait))
 
     def _settle(self, run: Run, path: Path | None) -> None:
         """Where the checkpoint is complete: delete old ones."""
         if path is None:
             return
-        self._settled, self.pending, self.took_s = self.pending, None, time.monotonic() - self.began
+        self._last_complete, self.pending, self.took_s = self.pending, None, time.monotonic() - self.began
         self.longest_s = max(self.took_s, self.longest_s or 0.0)
         logger().info("Saved checkpoint %s.", path)
         if not dist.is_main():
             return
 
-        def kept(manifest: Manifest) -> bool:
+        def keeps(manifest: Manifest) -> bool:
             return any(hook.keeps(manifest) for hook in run.hooks)
 
         try:
             limits: dict[str, Any] = {"max_keep": self.max_keep_ckpts, "max_days": self.max_keep_days}
-            for old in store.retain(run.checkpoint_dir, **limits, every=self._milestones, keeps=kept):
+            for old in store.retain(run.checkpoint_dir, **limits, every=self._milestones, keeps=keeps):
                 logger().info("Deleted old checkpoint %s.", old)
         except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
             logger().warning("Old checkpoints were not deleted: %s", error)

@@ -21,7 +21,7 @@ from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside
 from unigen_ds.system.log import logger
 
-FOLDER = "pretrained"
+_FOLDER = "pretrained"
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -73,7 +73,7 @@ class SavePretrainedHook(ExportHook):
 
     def after_run(self, run: Run) -> None:
         """Delete exports whose checkpoint is not there any more; a folder with another name is a user's."""
-        folder = run.checkpoint_dir / FOLDER
+        folder = run.checkpoint_dir / _FOLDER
         if not dist.is_main() or not folder.is_dir():
             return
         exports = {_folder_of(path) for path in run.checkpoint_dir.iterdir() if path.is_dir()}
@@ -87,7 +87,7 @@ class SavePretrainedHook(ExportHook):
 
 
 def _folder_of(checkpoint: Path) -> Path:
-    return checkpoint.parent / FOLDER / checkpoint.name.removesuffix(".pth")
+    return checkpoint.parent / _FOLDER / checkpoint.name.removesuffix(".pth")
 
 
 @HOOKS.register_module()
@@ -136,7 +136,7 @@ class PushToHubHook(ExportHook):
             return
         checkpoint, out, complete = run.work_dir, run.work_dir / "published", False
         try:
-            checkpoint = self._chosen(run)
+            checkpoint = self._choose(run)
             out = out / checkpoint.name.removesuffix(".pth")
             self.export(run, checkpoint, out)
             complete = True
@@ -149,7 +149,7 @@ class PushToHubHook(ExportHook):
                            self.repo.name, type(error).__name__, str(error).rstrip("."),
                            self.repo.command(out) if complete else export)  # fmt: skip
 
-    def _chosen(self, run: Run) -> Path:
+    def _choose(self, run: Run) -> Path:
         """The checkpoint to export. Raises ``CheckpointError`` where there is none."""
         if self._which == "best":
             problem = "no evaluation chose one (EvaluateHook(save_best=...))"

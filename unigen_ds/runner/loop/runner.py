@@ -23,16 +23,16 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
-from unigen_ds.data.batches.stream import Row
+from unigen_ds.data.batches.stream import PackedRow
 from unigen_ds.data.order.order import Cursor, Skip
 from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, UpdateResult
-from unigen_ds.hooks.guard.signals import STOPPED_BY_SIGNAL
+from unigen_ds.hooks.guard.signals import SIGNAL_REASON
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.trained import export_checkpoint
 from unigen_ds.runner.start.build import check_states
 from unigen_ds.runner.start.parts import Parts, build_parts, parts_after, restore
-from unigen_ds.system import announced, dist
+from unigen_ds.system import dist, rank_errors
 from unigen_ds.system.clock import Clock
 from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.hangs import Watch
@@ -50,7 +50,7 @@ class Runner:
     def _use(self, parts: Parts) -> None:
         """Begin with these parts, as a new process does."""
         self._parts, settings, start = parts, parts.settings, parts.start
-        self.config, self.work_dir, self.checkpoint_dir = settings.given, settings.folder, settings.checkpoints
+        self.config, self.work_dir, self.checkpoint_dir = settings.config, settings.folder, settings.checkpoints
         self.backend, self.geometry, self.peak_tflops = parts.backend, parts.geometry, settings.env.peak_tflops
         self.ruler, self.total_sequences = start.ruler, start.total_sequences
         self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
@@ -64,14 +64,14 @@ class Runner:
         self.hparams: Sequence[Mapping[str, Any]] = ()
         self.iteration: Iteration | None = None
         self._cursor: Cursor = start.cursor
-        self._last: LastUpdate = LastUpdate.stored(manifest, start.cursor)
+        self._last: LastUpdate = LastUpdate.from_manifest(manifest, start.cursor)
         self._parent: str | None = None  # the name of a checkpoint of the same folder, the whole path of any other
         if manifest and (parent := parts.plan.checkpoint):
             self._parent = store.outer(parent).name if store.is_inside(self.checkpoint_dir, parent) else str(parent)
         self._loss_weights = settings.term_weights
-        self._config_text, self._identity = config_text(settings.given), start.data.stream.identity
-        self._rows: Sequence[Row] = ()
-        """Of the present update, over all ranks; none while they are loaded."""
+        self._config_text, self._identity = config_text(settings.config), start.data.stream.identity
+        self._rows: Sequence[PackedRow] = ()
+        """Rows of the present update on all ranks; none while they are loaded."""
         self._writer: BackgroundWriter | None = None
         self._parameters = Parameters(parts.backend)
 
@@ -81,7 +81,7 @@ class Runner:
         try:
             return cls(build_parts(config, max_updates=max_updates))
         except BaseException as error:
-            if (cause := announced.explain(error)) is not error:
+            if (cause := rank_errors.explain(error)) is not error:
                 raise cause from error
             raise
 
@@ -114,7 +114,7 @@ class Runner:
                 stops = dist.sum_floats([float(any(hook.wants_stop() for hook in self.hooks))])[0]
                 self._use(parts_after(back, self._parts, self.model))
                 if stops:  # the signal came before, and new hooks do not know of it
-                    self.request_stop(STOPPED_BY_SIGNAL)
+                    self.request_stop(SIGNAL_REASON)
         finally:
             self.backend.close()
         return self.progress
@@ -125,15 +125,15 @@ class Runner:
         watch = Watch(
             self.work_dir / "hang",
             timeout_s=self._parts.settings.env.dist_timeout_s,
-            position=lambda: (self.progress.updates + 1, self.clock.section, self.clock.passed),
+            position=lambda: (self.progress.updates + 1, self.clock.section, self.clock.num_sections),
             samples=lambda: self._names(self._rows if self._rows else self._parts.loader.rows_ahead),
-            end=announced.end_here,
+            end=rank_errors.end_here,
         )
         try:
             self._call("before_run")
-            restored = restore(self._parts, self.hooks, home=self.checkpoint_dir)
-            if restored is not None:
-                self._call("after_load_checkpoint", restored)
+            checkpoint = restore(self._parts, self.hooks, home=self.checkpoint_dir)
+            if checkpoint is not None:
+                self._call("after_load_checkpoint", checkpoint)
             dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
@@ -153,7 +153,7 @@ class Runner:
             self._report(back)
             return back.with_traceback(None)  # its frames have the batches of an update
         except BaseException as error:
-            cause = announced.explain(error)
+            cause = rank_errors.explain(error)
             self._report(cause)
             if cause is not error:
                 raise cause from error
@@ -173,7 +173,7 @@ class Runner:
         return [any(hook.wants_stop() for hook in self.hooks), *(hook.has_request() for hook in self.hooks)]
 
     def _lock_folders(self) -> str:
-        """On rank 0: lock both folders, connect them, and remove unfinished files. Returns the id of the run."""
+        """Lock both folders, connect them, and remove unfinished files, on rank 0. Returns the id of the run."""
         folders = {"work_dir": self.work_dir, "checkpoint_dir": self.checkpoint_dir}
         if same(*folders.values()):
             folders.pop("checkpoint_dir")
@@ -211,7 +211,7 @@ class Runner:
             self._call("before_train_iter", i, micro_batch.batch)
             with self.clock("forward_backward"), self.backend.accumulate(last=last):
                 terms = self.backend.model(micro_batch.batch.to(self.backend.device))
-                self.backend.backward(terms.weighted(self._loss_weights, update.counts))
+                self.backend.backward(terms.weighted_sum(self._loss_weights, update.counts))
             values = {name: value.detach() for name, value in terms.sums.items()}
             each = {name: value.detach() for name, value in terms.each.items()}
             self.iteration = Iteration(micro_batch.batch, values, each, self._loss_weights)
@@ -240,7 +240,7 @@ class Runner:
             grad_norm=step.grad_norm,
             applied=step.applied,
             hparams=hparams,
-            num_skipped=update.skipped,
+            num_skipped=update.num_skipped,
             sequences=(self.previous.sequences, self.progress.sequences),
             sample_digest=sample_digest(sample_ids),
             sample_ids=sample_ids,
@@ -252,7 +252,7 @@ class Runner:
         )
         self._call("after_update", result)
 
-    def _names(self, rows: Sequence[Row]) -> list[str]:
+    def _names(self, rows: Sequence[PackedRow]) -> list[str]:
         names = self._parts.start.data.stream.names
         return [draw.sample_id(names) for row in rows for draw in row]
 
@@ -305,15 +305,15 @@ class Runner:
             before=self._before_save,
             then=export_weights if weights else None,
             write_tokenizer=getattr(tokenizer, "save_pretrained", None) if of_files else None,
-            hand_over=self._writer.start if background and self._writer is not None else None,
+            background=self._writer if background else None,
         )
-        return self._saved(path)
+        return self._end_save(path)
 
     def finish_save(self, *, wait: bool) -> Path | None:
         assert self._writer is not None
-        return self._saved(self._writer.finish(wait=wait))
+        return self._end_save(self._writer.finish(wait=wait))
 
-    def _saved(self, path: Path | None) -> Path | None:
+    def _end_save(self, path: Path | None) -> Path | None:
         if path is not None:
             self._parent = path.name
             self._call("after_save_checkpoint", path)
@@ -335,15 +335,15 @@ class Runner:
                 "CheckpointHook has save_base=True, and this run has no adapters on files of a base",
                 remedy="lora=dict(...) and model.pretrained, or save_base=False",
             )
-        if (copied := dist.on_main(lambda: save_base(base, self.checkpoint_dir))) is not None:
-            logger().info("Saved the base in %s.", copied)
+        if (folder := dist.on_main(lambda: save_base(base, self.checkpoint_dir))) is not None:
+            logger().info("Saved the base in %s.", folder)
 
     def export(self, checkpoint: Path, out: Path, *, raw: bool = False, dtype: str = "fp32") -> None:
         adapters = self._parts.settings.lora is not None  # they are written alone, as they are
         export_checkpoint(checkpoint, out, raw=raw, dtype=None if adapters else DTYPES[dtype])
 
     def _before_save(self) -> None:
-        """On rank 0. Raises ``OSError`` or ``TrainingError``: then the save fails."""
+        """Check locks and flush hooks' files, on rank 0. Raises ``OSError`` or ``TrainingError``: the save fails."""
         assert self._locks, "saved outside of train()"
         for lock in self._locks:
             lock.check()
@@ -359,17 +359,17 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     runner = Runner.from_cfg(config, max_updates=max_updates)
     progress = runner.train()
     state = "complete" if runner.finished else f"stopped ({runner.stop_reason})" if runner.stop_reason else "stopped"
-    skipped = sum(hook.num_skipped for hook in runner.hooks if isinstance(hook, SkippedSamplesHook))
+    num_skipped = sum(hook.num_skipped for hook in runner.hooks if isinstance(hook, SkippedSamplesHook))
     logger().info(
         "Training %s after %d updates (%d updates skipped), %d samples (%d samples skipped), %d sequences, epoch %.2f.",
-        state, progress.updates, progress.skipped_updates, progress.samples, skipped, progress.sequences,
+        state, progress.updates, progress.skipped_updates, progress.samples, num_skipped, progress.sequences,
         progress.sequences / runner.ruler.sequences_per_epoch,
     )  # fmt: skip
     limits = [limit.value for limit in runner._parts.start.limits if limit.unit == "sequence"]
-    left, size = math.floor(min(limits, default=0.0)) - progress.sequences, runner.geometry.global_batch_size
-    if runner.finished and 0 < left < size:
+    remaining, size = math.floor(min(limits, default=0.0)) - progress.sequences, runner.geometry.global_batch_size
+    if runner.finished and 0 < remaining < size:
         logger().info("The %d sequences that are left until the end of train_cfg fill no update of %d.",
-                      left, size)  # fmt: skip
+                      remaining, size)  # fmt: skip
     return runner.stop_reason
 
 
@@ -380,7 +380,7 @@ class Parameters:
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._parameters = backend, backend.named_parameters()
-        self._built = self._state(self._parameters)
+        self._states = self._state(self._parameters)
 
     @staticmethod
     def _state(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, bool]]:
@@ -393,11 +393,11 @@ class Parameters:
         within_update = point not in ("before_run", "after_load_checkpoint", "before_train", "before_train_epoch",
                                       "after_train_epoch", "after_update")  # fmt: skip
         now = self._state(self._parameters if within_update else self._backend.named_parameters())  # may be gathered
-        changed = [name for name in {**self._built, **now} if self._built.get(name) != now.get(name)]
-        if changed:
+        names = [name for name in {**self._states, **now} if self._states.get(name) != now.get(name)]
+        if names:
             raise ConfigError(
                 f"{hook.name or type(hook).__name__}.{point} freezes, adds, removes or replaces"
-                f" {first_names(changed)}, after the engine was built",
+                f" {first_names(names)}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
                 " with other parameters is a class of your own (docs/extending.md)",

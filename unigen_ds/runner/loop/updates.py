@@ -23,7 +23,7 @@ from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.system import dist
 from unigen_ds.system.seeding import kept_generators
 
-_TALLIES = ("tokens", "samples", "skipped")
+_TALLIES = ("tokens", "samples", "num_skipped")
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Update:
     """Targets of each loss term, over all ranks and iterations."""
     tokens: int
     samples: int
-    skipped: int
-    asked: Sequence[float] = ()
-    """For each request, the processes that had it when this update was counted."""
+    num_skipped: int
+    request_counts: Sequence[float] = ()
+    """How many processes had each request when this update was counted."""
     ahead: _Pending | None = None
     """The next update, which was counted when this one began."""
 
     def requests(self) -> list[bool]:
         """Whether any process had each request when this update began. Call it after the update. Collective."""
         assert self.ahead is not None
-        return [number > 0 for number in self.ahead.finished().asked]
+        return [number > 0 for number in self.ahead.finish().request_counts]
 
 
 def count_ahead(
@@ -52,10 +52,10 @@ def count_ahead(
 
     ``terms``: of the family; others raise ``ConfigError``. ``requests``: those of this process, asked once an update.
     """
-    ahead = _start(next(loader), declared=terms)
+    ahead = _start(next(loader), family_terms=terms)
     while True:
-        present, ahead = ahead, _start(next(loader), requests(), declared=terms)
-        yield present.finished(ahead)
+        present, ahead = ahead, _start(next(loader), requests(), family_terms=terms)
+        yield present.finish(ahead)
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,21 @@ class _Pending:
     terms: Sequence[str]
     sums: dist.PendingSum
 
-    def finished(self, ahead: _Pending | None = None) -> Update:
+    def finish(self, ahead: _Pending | None = None) -> Update:
         values = self.sums.wait()
         rest = values[len(self.terms) :]
-        tallies, asked = dict(zip(_TALLIES, map(int, rest), strict=False)), rest[len(_TALLIES) :]
+        tallies, request_counts = dict(zip(_TALLIES, map(int, rest), strict=False)), rest[len(_TALLIES) :]
         counts = dict(zip(self.terms, values, strict=False))
-        return Update(self.micro_batches, counts, **tallies, asked=asked, ahead=ahead)
+        return Update(self.micro_batches, counts, **tallies, request_counts=request_counts, ahead=ahead)
 
 
 def _start(
-    micro_batches: Sequence[MicroBatch], requests: Sequence[bool] = (), *, declared: Collection[str] | None = None
+    micro_batches: Sequence[MicroBatch], requests: Sequence[bool] = (), *, family_terms: Collection[str] | None = None
 ) -> _Pending:
     batches: list[Batch] = [micro_batch.batch for micro_batch in micro_batches]
     targets = [batch.target_counts() for batch in batches]
     for each in targets:
-        check_counts(each, of=type(batches[0]).__name__, declared=targets[0] if declared is None else declared)
+        check_counts(each, of=type(batches[0]).__name__, of_family=targets[0] if family_terms is None else family_terms)
     terms = sorted(targets[0])
     local = [sum(t[term] for t in targets) for term in terms]
     local += [float(sum(b.num_tokens for b in batches)), float(sum(b.num_samples for b in batches))]
@@ -100,7 +100,7 @@ class LastUpdate:
         return {"cursor": self.cursor.state_dict(), "sequences": self.sequences}
 
     @classmethod
-    def stored(cls, manifest: Manifest | None, cursor: Cursor) -> LastUpdate:
+    def from_manifest(cls, manifest: Manifest | None, cursor: Cursor) -> LastUpdate:
         """That of a checkpoint; empty where it has none, or where the run continues at another position of the data."""
         state = manifest.loader.get("last") if manifest else None
         if state is None or cursor.state_dict() != manifest.loader["cursor"]:  # type: ignore[union-attr]
@@ -117,7 +117,7 @@ class LastUpdate:
         geometry = replace(geometry, accumulative_counts=iterations)
         # a loader draws a seed when it begins
         with kept_generators(), closing(loader_at(geometry, self.cursor)) as loader:
-            return _start(next(iter(loader))).finished()
+            return _start(next(iter(loader))).finish()
 
 
 def losses(backend: Backend, update: Update) -> dict[str, float]:

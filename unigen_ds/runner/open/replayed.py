@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import home_of, run_of
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
-from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import MicroBatch, collate
 from unigen_ds.data.order.order import Skip
 from unigen_ds.report.data_page import write_data_page
 from unigen_ds.runner.open.trained import import_stored, open_model
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import Data, build_geometry, build_loader, connect
+from unigen_ds.runner.start.build import Data, build_geometry, connect, read_sequences
 from unigen_ds.runner.start.stages import continue_data
 from unigen_ds.system.journals import LEDGER_FILE, read_lines, sample_digest
 
@@ -46,7 +44,7 @@ class Replay:
     facts: Mapping[str, Any]
 
     def losses(self, checkpoint: Path, *, device: str, allow_custom_imports: bool = False) -> list[dict[str, Any]]:
-        """Of each sample: sequence, id, mean of each loss term, ``loss`` (None: it has no target) and ``grad_norm``."""
+        """A row for each sample: sequence, id, mean of each loss term, ``loss`` (None: no target) and ``grad_norm``."""
         model, _ = open_model(checkpoint, raw=True, allow_custom_imports=allow_custom_imports)
         connect(model.to(device).eval(), self.data.processor)
         stream, weights, samples = self.data.stream, self.settings.term_weights, list[dict[str, Any]]()
@@ -59,7 +57,7 @@ class Replay:
                 means = {name: value.item() / counts[name] for name, value in terms.sums.items() if counts[name]}
                 sample = {"sequence": one.cursor.sequences - 1, "sample": batch.sample_ids[0], "loss": None}
                 if means:
-                    loss = terms.weighted(weights, counts)
+                    loss = terms.weighted_sum(weights, counts)
                     loss.backward()
                     gradients = [p.grad for p in model.parameters() if p.grad is not None]
                     sample |= {"loss": loss.item(), "grad_norm": float(torch.nn.utils.get_total_norm(gradients))}
@@ -68,39 +66,27 @@ class Replay:
 
     def write_page(self, out: Path, samples: Sequence[Mapping[str, Any]]) -> Path:
         """The page of ``tools/inspect_data.py --html`` with these sequences, and the losses of their samples."""
-        ranked = sorted(samples, key=lambda one: -(one["loss"] or 0.0))
-        first = [*dict.fromkeys(one["sequence"] for one in ranked)][:MOST_SEQUENCES]
+        by_loss = sorted(samples, key=lambda one: -(one["loss"] or 0.0))
+        first = [*dict.fromkeys(one["sequence"] for one in by_loss)][:MOST_SEQUENCES]
         batches = [one for one in self.batches if not samples or one.cursor.sequences - 1 in first][:MOST_SEQUENCES]
         texts = {
             one["sample"]: f"loss {one['loss']:.4g}, gradient norm {one['grad_norm']:.4g}"
             for one in samples
             if one["loss"] is not None
         }
-        stream, processor, skipped = self.data.stream, self.data.processor, len(self.data.skipped)
-        given: dict[str, Any] = {"batches": batches, "skipped_sources": skipped, "notes": texts}
-        return write_data_page(out, title=self.title, stream=stream, processor=processor, **given)
-
-
-SECTIONS = (
-    "custom_imports", "model", "tokenizer", "processor", "train_dataloader", "val_dataloader", "randomness",
-    "loss_weights",
-)  # fmt: skip
-"""Of a config: those that decide its data and the weight of each loss."""
-_OTHERS: dict[str, Any] = {
-    "backend": {"type": "single"}, "train_cfg": {"max_updates": 1},
-    "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-3}},
-}  # fmt: skip
-"""What a whole config has besides: the data is the same with any."""
+        stream, processor, num_skipped = self.data.stream, self.data.processor, len(self.data.skipped_sources)
+        options: dict[str, Any] = {"batches": batches, "skipped_sources": num_skipped, "notes": texts}
+        return write_data_page(out, title=self.title, stream=stream, processor=processor, **options)
 
 
 def build_inspected(config: Mapping[str, Any], *, world_size: int, manifest: Manifest | None) -> tuple[Settings, Data]:
     """Settings and data of a run: of its manifest, without records appended later; without one, of a first start."""
-    settings = Settings.from_config({**config, **_OTHERS})
+    settings = Settings.of_data(config)
     if settings.randomness.seed is None:
         if manifest is None:
             remedy = "name the run's folder with --work-dir, its checkpoint has it; or --cfg-options randomness.seed=N"
             raise ConfigError("randomness.seed is None: the run draws it", remedy=remedy)
-        settings = settings.settled(seed=int(manifest.loader["seed"]))
+        settings = settings.with_choices(seed=int(manifest.loader["seed"]))
     geometry = manifest.ruler.geometry if manifest else build_geometry(settings, dp_size=world_size)
     data, *_ = continue_data(settings, manifest, geometry=geometry, on_change="append", check=False)
     return settings, data
@@ -124,15 +110,11 @@ def replay(
     line: Mapping[str, Any] = {"sequences": sequences} if update is None else _line(run_of(home) / LEDGER_FILE, update)
     first, stop = line["sequences"]
     import_stored(newest.manifest.config, newest.path, allow=allow_custom_imports)
-    sections = {key: value for key, value in newest.manifest.config.items() if key in SECTIONS}
-    settings, data = build_inspected(sections, world_size=1, manifest=newest.manifest)
+    settings, data = build_inspected(newest.manifest.config, world_size=1, manifest=newest.manifest)
     left_out = [Skip(*skip) for skip in line.get("left_out", ())]
     data = dataclasses.replace(data, stream=data.stream.skipping(left_out))
-    stream, dataloader = data.stream, settings.train_dataloader
-    loader = build_loader(dataloader, data, geometry=Geometry(1), dp_rank=0, cursor=stream.seek(first), workers=False)
-    batches = [one for (one,) in takewhile(lambda pair: pair[0].cursor.sequences <= stop, loader)]
-    loader.close()
-    digest = sample_digest(draw.sample_id(stream.names) for one in batches for draw in one.rows[0])
+    batches = read_sequences(settings, data, first, stop)
+    digest = sample_digest(draw.sample_id(data.stream.names) for one in batches for draw in one.rows[0])
     if digest != line.get("digest", digest):
         raise DataError(
             f"update {update} was trained on other samples: the ledger has the digest {line['digest']}, the data of now"
@@ -148,7 +130,7 @@ def replay(
 def _line(ledger: Path, update: int) -> dict[str, Any]:
     lines = {line["update"]: line for line in read_lines(ledger) if "event" not in line}
     if update not in lines:
-        known = f"updates {min(lines)} to {max(lines)}" if lines else "none"
+        choices = f"updates {min(lines)} to {max(lines)}" if lines else "none"
         problem = f"{ledger} has no valid line of update {update}"
-        raise DataError(problem, allowed=known, remedy="of an update that a resume made void: --sequences A:B")
+        raise DataError(problem, allowed=choices, remedy="of an update that a resume made void: --sequences A:B")
     return lines[update]

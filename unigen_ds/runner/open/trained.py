@@ -22,7 +22,7 @@ from unigen_ds.families.base import PublishedFormat, exported_format, family_of
 from unigen_ds.families.directories import formats, published_format
 from unigen_ds.models.lora import adapter_record, base_tensors, merge_adapters, rounding, write_adapters
 from unigen_ds.models.quantized import QuantizedLinear
-from unigen_ds.resume.finding import BUILT
+from unigen_ds.resume.finding import BUILT_KEY
 from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom
 from unigen_ds.runner.settings.tree import ModelSettings, load_config
 from unigen_ds.runner.start.build import build_model, build_processor
@@ -53,44 +53,46 @@ def open_model(
     Raises ``CheckpointError`` where weights are missing, unexpected or of another shape, or where a published directory
     is not readable; ``ConfigError`` where modules would have to be imported.
     """
-    directory, published, given = find_model(path, tag=tag, config=config, allow_custom_imports=allow_custom_imports)
-    if published is not None:
+    directory, format_, training = find_model(path, tag=tag, config=config, allow_custom_imports=allow_custom_imports)
+    if format_ is not None:
         if base is not None:
             raise ConfigError(f"--base {base} has no effect: {path} is a published directory", remedy="leave it out")
         try:
-            settings = ModelSettings.of(published.config(directory))
-            processor = build_processor(settings, seed=0)
-            return build_model(settings, processor, seed=0), processor
+            return _build(format_.config(directory), seed=0)
         except ConfigError as error:  # the config is the directory's, nobody wrote it
             raise CheckpointError(f"{path}: {error.problem}", allowed=error.allowed, remedy=error.remedy) from error
     source = read_source(path, tag=tag)
     if config is None:
-        config = self_contained(given, directory)
+        config = self_contained(training, directory)
     else:
         names = (name for kind in source.reader.kinds() for name in source.reader.names(kind))
         if config.get("lora") and not any(".lora_" in name for name in names):  # what tools/export.py --merge wrote
             logger().info("%s has no adapters, so lora of the config is not used.", directory)
             config = {**config, "lora": None}
     if source.base is not None:  # its files are read as in the training
-        read = {key: value for key, value in given["model"].items() if key in _OF_FILES}
-        folders = find_base(source.base, given=base, checkpoint=directory)
+        read = {key: value for key, value in training["model"].items() if key in _OF_FILES}
+        folders = find_base(source.base, folder=base, checkpoint=directory)
         config = {**config, "model": {**config["model"], **read, "pretrained": folders}}
     elif base is not None:
         raise ConfigError(f"--base {base} has no effect: {directory} holds no adapters", remedy="leave it out")
-    uncompiled = {key: value for key, value in config["model"].items() if key != "compile"}
-    settings = ModelSettings.of({**config, "model": uncompiled})
+    section = {key: value for key, value in config["model"].items() if key != "compile"}
     seed = int((config.get("randomness") or {}).get("seed") or 0)
-    processor = build_processor(settings, seed=seed)
-    model = build_model(settings, processor, seed=seed)
+    model, processor = _build({**config, "model": section}, seed=seed)
     ema = source.average is not None and not raw
     _fill(model, source.entries(dtype=torch.float32, ema=ema), where=directory)
     if source.base is not None:
         model.__dict__["base_folders"] = config["model"]["pretrained"]
     model.published = False  # type: ignore[assignment]  # these weights are not those of its config's ``pretrained``
-    used = "the average of the weights (EMA)" if ema else "the weights"
+    weights = "the average of the weights (EMA)" if ema else "the weights"
     also = ", not their average (EMA), which the checkpoint has as well" if source.average is not None and raw else ""
-    logger().info("%s: %s%s", directory, used, also)
+    logger().info("%s: %s%s", directory, weights, also)
     return model, processor
+
+
+def _build(config: Mapping[str, Any], *, seed: int) -> tuple[nn.Module, Any]:
+    settings = ModelSettings.of(config)
+    processor = build_processor(settings, seed=seed)
+    return build_model(settings, processor, seed=seed), processor
 
 
 def find_model(
@@ -100,10 +102,10 @@ def find_model(
     if config is not None:
         import_custom(config)
     path = folder_of(path, where="MODEL")
-    published = published_format(path, complete=config is not None)
-    if published is not None and published.pretrained:
+    format_ = published_format(path, complete=config is not None)
+    if format_ is not None and format_.pretrained:
         check_digests(path)
-        return path, published, config or {}
+        return path, format_, config or {}
     directory = locate(path, tag)
     if config is None:
         config = config_of(directory)
@@ -141,10 +143,10 @@ def check_device(device: torch.device | str) -> None:
 
 def self_contained(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """The config of a checkpoint without folders: the sizes as built, and the tokenizer that was saved with it."""
-    whole, built = dict(config), (config.get(BUILT) or {}).get("model")
-    if built:
+    whole, sizes = dict(config), (config.get(BUILT_KEY) or {}).get("model")
+    if sizes:
         model = {key: value for key, value in config["model"].items() if key not in _OF_FILES}
-        whole["model"] = {**model, **built}
+        whole["model"] = {**model, **sizes}
     if (checkpoint / TOKENIZER).is_dir():
         whole["tokenizer"] = {**config["tokenizer"], "path": str(checkpoint / TOKENIZER)}
     return whole
@@ -191,8 +193,8 @@ def import_stored(config: Mapping[str, Any], directory: Path, *, allow: bool) ->
 def _fill(model: nn.Module, entries: list[Entry], *, where: Path) -> None:
     own, base, tied = model.state_dict(), base_tensors(model), tied_names(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if tied.get(name, name) not in base}
-    stored = {entry.name: tuple(entry.shape) for entry in entries}
-    refuse_misfit(where, misfit(by_first_name(stored, tied), by_first_name(shapes, tied)))
+    old_shapes = {entry.name: tuple(entry.shape) for entry in entries}
+    refuse_misfit(where, misfit(by_first_name(old_shapes, tied), by_first_name(shapes, tied)))
     for entry in entries:
         flat, at = own[entry.name].view(-1), 0
         for piece in entry.pieces():

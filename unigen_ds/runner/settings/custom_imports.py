@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from unigen_ds.config.file import with_bases
 from unigen_ds.config.overrides import ConfigValues
-from unigen_ds.config.section import LISTED, Section
+from unigen_ds.config.section import AS_LIST, Section
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.log import logger
 
@@ -20,7 +20,7 @@ class CustomImports(Section):
     """A user's own modules, which register their classes."""
 
     imports: Annotated[tuple[str, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names),
-                       LISTED] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
+                       AS_LIST] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
     allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
 
 

@@ -12,7 +12,7 @@ from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
 from unigen_ds.data.images.image_files import limit_png_text
 from unigen_ds.system.log import logger
-from unigen_ds.system.machine import TOKENIZERS
+from unigen_ds.system.machine import TOKENIZER_THREADS
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _ALLOCATORS = (_ALLOCATOR, "PYTORCH_ALLOC_CONF")
@@ -46,7 +46,7 @@ class Environment(Section):
     """10^12 dense operations a second that one device can do in the run's precision; for `mfu` in `metrics.jsonl`.
     Well-known GPUs are known by name, in bf16; for others `mfu` needs this."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Of the console and of `train.log`: lines below it are left out."""
+    """Level of the console and of `train.log`: lines below it are left out."""
 
 
 def apply_variables(env: Environment) -> None:
@@ -59,7 +59,7 @@ def apply_variables(env: Environment) -> None:
                 "%s=%s of the environment is used, not env.cuda_allocator=%s.", name, current, env.cuda_allocator
             )
     if env.tokenizers_parallelism is not None:
-        os.environ.setdefault(TOKENIZERS, str(env.tokenizers_parallelism).lower())
+        os.environ.setdefault(TOKENIZER_THREADS, str(env.tokenizers_parallelism).lower())
     if env.png_text_bytes is not None:
         limit_png_text(env.png_text_bytes)
 

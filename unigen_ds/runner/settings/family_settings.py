@@ -20,22 +20,22 @@ PROCESSOR_KEYS = (
     "ce_reweight", "max_image_size", "resize_to_max_side_len",
 )  # fmt: skip
 """Keys of ``processor`` of the families of this package."""
-_FIXED = ("tokenizer", "seed")
+_FROM_RUN = ("tokenizer", "seed")
 """Arguments of a processor that no config sets in its section."""
 
 
 def check_kind(kind: type, folder: Path) -> None:
     """Raise ``ConfigError`` where ``model.pretrained`` is the published directory of another family."""
     formats = family_of(kind).published
-    published = published_format(folder) if formats and folder.is_dir() else None
-    if published is None or any(one.recognises(folder) for one in formats):
+    directory_format = published_format(folder) if formats and folder.is_dir() else None
+    if directory_format is None or any(one.recognises(folder) for one in formats):
         return
     try:
-        remedy = f"model.type={published.config(folder)['model']['type']!r}"
+        remedy = f"model.type={directory_format.config(folder)['model']['type']!r}"
     except (CheckpointError, ConfigError):
         remedy = "another folder"
     raise ConfigError(
-        f"model.pretrained is {str(folder)!r}: {published.name}, and not for model.type {kind.__name__!r}",
+        f"model.pretrained is {str(folder)!r}: {directory_format.name}, and not for model.type {kind.__name__!r}",
         allowed=", ".join(one.name for one in formats),
         remedy=remedy,
     )
@@ -56,12 +56,12 @@ def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
     processor, weights = config.get("processor"), config.get("loss_weights")
     if isinstance(processor, Mapping):
-        fixed = (*_FIXED, *getattr(kind, "fixes_of_processor", ()))
+        from_run = (*_FROM_RUN, *getattr(kind, "fixes_of_processor", ()))
         yield from (
-            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in fixed if key in processor
+            ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in from_run if key in processor
         )
-        listed = {**processor, **{key: [processor[key]] for key in CHANGES if isinstance(processor.get(key), Mapping)}}
-        yield from argument_problems(family.processor_arguments(), listed, where="processor", provided=fixed)
+        section = {**processor, **{key: [processor[key]] for key in CHANGES if isinstance(processor.get(key), Mapping)}}
+        yield from argument_problems(family.processor_arguments(), section, where="processor", from_run=from_run)
         yield from _of_transforms(processor)
     others = {term for other in families() for term in other.terms}
     for term in weights if isinstance(weights, Mapping) else ():

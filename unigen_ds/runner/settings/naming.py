@@ -26,7 +26,7 @@ NANOVLM = "nanoVLM_{vit}_{max_image_size}_mp{mp}_{llm}_{gpus}xGPU_bs{batch_size}
 """``nanoVLM_siglip2-base-patch16-512_2048_mp4_SmolLM2-360M-Instruct_8xGPU_bs128_40000_lr_..._1229-143022``."""
 NANOVLM_PARTS = ("vision", "language", "connector")
 """Names of parameter groups, in the order of nanoVLM's name."""
-FIELDS = (
+_FIELDS = (
     "model", "vit", "llm", "max_image_size", "mp", "gpus", "batch_size", "updates", "lr", "group_lrs", "nanovlm_lrs",
     "seed", "date",
 )  # fmt: skip
@@ -69,7 +69,7 @@ def name_from_template(
         return re.sub(r"[/\\\s]+", "-", template.format_map(values))
     except (LookupError, ValueError) as error:
         problem = f"visualizer.run_name has {str(error).strip(chr(39))}"
-        raise ConfigError(problem, allowed="fields " + ", ".join(FIELDS)) from error
+        raise ConfigError(problem, allowed="fields " + ", ".join(_FIELDS)) from error
 
 
 def _values(settings: Settings, geometry: Geometry) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def _existing(folder: str, template: str, settings: Settings, geometry: Geometry
     checkpoint = settings.load_from if settings.resume is True else settings.resume
     if checkpoint and checkpoint != AUTO:
         parent = Path(str(checkpoint)).expanduser().resolve().parent
-        return next((path for path in folders(FIELDS) if same(home(path), parent)), None)
+        return next((path for path in folders(_FIELDS) if same(home(path), parent)), None)
     own = folders({"date"})
-    if begun := [path for path in own if store.list_checkpoints(home(path))]:
-        return begun[-1]
-    doubtful = {path: found[-1].path for path in folders(_DOUBTFUL) if (found := store.list_checkpoints(home(path)))}
+    if runs := [path for path in own if store.list_checkpoints(home(path))]:
+        return runs[-1]
+    doubtful = {path: saves[-1].path for path in folders(_DOUBTFUL) if (saves := store.list_checkpoints(home(path)))}
     if doubtful:
         name = name_from_template(template, settings, geometry, date="<date>")
         commands = [f"--resume {newest} or --resume --work-dir {path}" for path, newest in doubtful.items()]

@@ -24,7 +24,7 @@ from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.overrides import ConfigValues, override_path, plain_values, read_values, top_problems
 from unigen_ds.config.paths import expand_paths
 from unigen_ds.config.registry import BACKENDS, MODELS, find
-from unigen_ds.config.section import LISTED, Component, Of, Section, argument_defaults, keys, one_or_many
+from unigen_ds.config.section import AS_LIST, Component, Of, Section, argument_defaults, keys, one_or_many
 from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number, Time
 from unigen_ds.core.batch import DEFAULT_WEIGHT
@@ -46,7 +46,7 @@ from unigen_ds.optim.settings import Finite, OptimWrapper
 from unigen_ds.runner.settings.custom_imports import CustomImports, import_custom, importable
 from unigen_ds.runner.settings.environment import Environment
 from unigen_ds.runner.settings.family_settings import PROCESSOR_KEYS, family_problems
-from unigen_ds.schedule.schedule import Curve
+from unigen_ds.schedule.schedule import CurveComponent
 from unigen_ds.system.log import notice
 from unigen_ds.tracking.settings import Visualizer
 
@@ -55,8 +55,8 @@ class Randomness(Section):
     """Where all random numbers come from."""
 
     seed: int | None = 0
-    """Of weights, data order, noise and dropout; a resume needs the same. None: drawn at the first start, recorded in
-    every checkpoint and used by a resume. `--seed`."""
+    """Seed of weights, data order, noise and dropout; a resume needs the same. None: drawn at the first start, recorded
+    in every checkpoint and used by a resume. `--seed`."""
 
 
 class TrainCfg(Section):
@@ -105,7 +105,7 @@ class ModelSettings(Section):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSettings:
-        """From a config, of which nothing else is read. Raises one ``ConfigError`` for all that is wrong."""
+        """The settings in a config, of which nothing else is read. Raises one ``ConfigError`` for all that is wrong."""
         return ModelSettings.parse({key: config[key] for key in ModelSettings.model_fields if key in config})
 
     @model_validator(mode="before")
@@ -115,6 +115,10 @@ class ModelSettings(Section):
         none = ("processor", "loss_weights")
         return {key: {} if key in none and value is None else value for key, value in dict(config).items()}
 
+
+DATA_SECTIONS = ("custom_imports", "model", "tokenizer", "processor", "train_dataloader", "val_dataloader",
+                 "randomness", "loss_weights")  # fmt: skip
+"""Sections that decide the data of a run and the weight of each loss."""
 
 Skips = BeforeValidator(lambda value: tuple(map(Skip.parse, one_or_many(value))))
 
@@ -130,7 +134,7 @@ class Settings(ModelSettings):
     """The optimizer, and what an update is made of."""
     loss_weights: Mapping[str, Finite] = Field(default={})
     """Term of the loss -> weight of its mean; 1 by default."""
-    param_scheduler: Annotated[tuple[Curve, ...], LISTED] = ()
+    param_scheduler: Annotated[tuple[CurveComponent, ...], AS_LIST] = ()
     """Learning-rate curves."""
     train_cfg: TrainCfg
     """The length of training."""
@@ -140,7 +144,7 @@ class Settings(ModelSettings):
     """Component: the engine."""
     default_hooks: DefaultHooks = Field(default_factory=lambda: DefaultHooks.parse({}))
     """Hooks of every run."""
-    custom_hooks: Annotated[tuple[CustomHook, ...], LISTED] = ()
+    custom_hooks: Annotated[tuple[CustomHook, ...], AS_LIST] = ()
     """List of further hooks."""
     visualizer: Visualizer = Visualizer()
     """Log writers."""
@@ -186,7 +190,7 @@ class Settings(ModelSettings):
     `PYTHONPATH`) or which are beside the config or one of its `_base_` files. `generate` and `export` import those of a
     checkpoint's config only with `--allow-custom-imports`, unless they are modules of `unigen_ds` itself, as
     `unigen_ds.examples.digits`."""
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _config: dict[str, Any] = PrivateAttr(default_factory=dict)
     _run_name: str | None = PrivateAttr(default=None)
 
     @property
@@ -194,29 +198,29 @@ class Settings(ModelSettings):
         """``visualizer.run_name``, filled in by rank 0 when the run starts; None: not asked for."""
         return self._run_name
 
-    def named(self, name: str | None, folder: str | None) -> Settings:
+    def with_name(self, name: str | None, folder: str | None) -> Settings:
         """The same, with the name of the run and, where it has a folder of its own, that as ``work_dir``."""
         update = {"work_dir": folder} if folder else {}
         if name and "{run_name}" in (self.checkpoint_dir or ""):
             update["checkpoint_dir"] = str(self.checkpoint_dir).replace("{run_name}", name)
-        settings = self._changed(update, {**self._given, **update})
+        settings = self._replace(update, {**self._config, **update})
         settings._run_name = name
         return settings
 
-    def _changed(self, update: dict[str, Any], given: dict[str, Any]) -> Settings:
+    def _replace(self, update: dict[str, Any], config: dict[str, Any]) -> Settings:
         """The same with other values of fields, and the config that has them."""
         settings = self.model_copy(update=update)
-        settings._given = given
+        settings._config = config
         return settings
 
     @property
-    def given(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """The config that these settings were made from, translated, as plain values: for records of the run."""
-        return self._given
+        return self._config
 
     @classmethod
     def from_config(cls, config: Any) -> Settings:
-        """From ``load_config``, ``read_config`` or a mapping. Raises one ``ConfigError`` for all that is wrong."""
+        """Settings from ``load_config``, ``read_config`` or a mapping. Raises one ``ConfigError`` for all mistakes."""
         if isinstance(config, Settings):
             return config
         if isinstance(config, ConfigValues):
@@ -229,7 +233,11 @@ class Settings(ModelSettings):
                 for change in translate(values):
                     notice(str(change))
             errors = top_problems(values, known_keys(), file=getattr(config, "filename", None))
-        sections = {key: value for key, value in values.items() if key in cls.model_fields}
+        return cls._from_sections({key: value for key, value in values.items() if key in cls.model_fields}, errors)
+
+    @classmethod
+    def _from_sections(cls, sections: dict[str, Any], errors: list[ConfigError]) -> Settings:
+        """Settings from translated sections. ``errors``: what is wrong besides."""
         try:
             import_custom(sections)
         except ConfigError as error:  # what the module registers is not known
@@ -238,18 +246,28 @@ class Settings(ModelSettings):
             expand_paths(sections)
         except ConfigError as error:
             errors.append(error)
-        settings, more = cls.checked(sections)
+        settings, more = cls.try_parse(sections)
         errors += [*more, *family_problems(sections)]
         raise_any(errors)
         assert settings is not None
         raise_any([*_misfits(settings)])
-        settings._given = sections
+        settings._config = sections
         return settings
 
     @classmethod
-    def completed(cls, config: Any) -> Any:
-        """See ``Section.completed``; of ``processor`` the keys that the model's family has."""
-        values = super().completed(config)
+    def of_data(cls, config: Mapping[str, Any]) -> Settings:
+        """``DATA_SECTIONS`` and the precision of a translated config: for tools that do not train. No more is read."""
+        values = plain_values(config)
+        optimizer = {"type": "AdamW", "lr": 0.0}
+        precision = (values.get("optim_wrapper") or {}).get("precision", "fp32")
+        filler = {"optim_wrapper": {"optimizer": optimizer, "precision": precision}, "train_cfg": {"max_updates": 1}}
+        sections = {key: values[key] for key in DATA_SECTIONS if values.get(key) is not None}
+        return cls._from_sections({**sections, **filler}, [])
+
+    @classmethod
+    def complete(cls, config: Any) -> Any:
+        """See ``Section.complete``; of ``processor`` the keys that the model's family has."""
+        values = super().complete(config)
         try:
             family = family_of(find(MODELS, values["model"], where=""))
         except (ConfigError, TypeError, KeyError):
@@ -264,25 +282,25 @@ class Settings(ModelSettings):
         """The weight of each loss term of the model's family."""
         return {t: self.loss_weights.get(t, DEFAULT_WEIGHT) for t in family_of(self.model.cls).terms}
 
-    def settled(self, *, seed: int | None, precision: str | None = None, base: Base | None = None) -> Settings:
+    def with_choices(self, *, seed: int | None, precision: str | None = None, base: Base | None = None) -> Settings:
         """The same with the choices of a plan; a base whose files are not here stays as the config names it."""
         update: dict[str, Any] = {"randomness": Randomness(seed=seed)}
-        config = {**self._given, "randomness": {**(self._given.get("randomness") or {}), "seed": seed}}
+        config = {**self._config, "randomness": {**(self._config.get("randomness") or {}), "seed": seed}}
         if precision not in (None, self.optim_wrapper.precision):
             update["optim_wrapper"] = self.optim_wrapper.model_copy(update={"precision": precision})
             config["optim_wrapper"] = {**config["optim_wrapper"], "precision": precision}
         if base is not None and base.is_here:
             update["model"] = replace(self.model, arguments={**self.model.arguments, "pretrained": base.path})
-        return self._changed(update, config)
+        return self._replace(update, config)
 
     def with_resume(self, resume: str) -> Settings:
         """The same, with ``resume`` where the config does not resume."""
-        return self if self.resume else self._changed({"resume": resume}, {**self._given, "resume": resume})
+        return self if self.resume else self._replace({"resume": resume}, {**self._config, "resume": resume})
 
     def going_back(self, checkpoint: Path, skip: Skip) -> Settings:
         """The same from ``checkpoint`` without the sequences of ``skip``; records of the run keep its config."""
         update = {"resume": str(checkpoint), "load_from": None, "skip_sequences": (*self.skip_sequences, skip)}
-        return self._changed({**update, "load_cfg": None}, self._given)
+        return self._replace({**update, "load_cfg": None}, self._config)
 
     @property
     def seed(self) -> int:
@@ -337,9 +355,9 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     """
     config = read_config(name, overrides)
     raise_any(config.problems)
-    loaded = LoadedConfig(config.values, cfg_text=config.text, filename=str(config.path))
-    expand_paths(loaded)
-    return loaded
+    result = LoadedConfig(config.values, cfg_text=config.text, filename=str(config.path))
+    expand_paths(result)
+    return result
 
 
 # ---- every key with its value and where it comes from: ``tools/train.py CONFIG --print-config`` ---------------------
@@ -349,18 +367,18 @@ Leaf = tuple[str | int, ...]
 
 def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
     """A line for each key: ``key = value  # origin``."""
-    translated = {change.path for change in config.changes}
+    translations = {change.path for change in config.changes}
     overridden = [override_path(key) for key in config.overrides]
-    stated = {leaf for leaf, _ in leaves(settings.given)}
+    config_leaves = {leaf for leaf, _ in leaves(settings.config)}
     rows = []
-    for leaf, value in leaves(settings.completed(settings.given)):
+    for leaf, value in leaves(settings.complete(settings.config)):
         steps, names = [str(step) for step in leaf], [step for step in leaf if isinstance(step, str)]
         if any(path in (steps[: len(path)], names[: len(path)]) for path in overridden):
             origin = "command line"
-        elif dotted_name(leaf) in translated:
+        elif dotted_name(leaf) in translations:
             origin = "translated"
         else:
-            origin = "config" if stated & {leaf, tuple(names)} else "default"  # a single member is a list of one
+            origin = "config" if config_leaves & {leaf, tuple(names)} else "default"  # a single member is a list of one
         rows.append((f"{dotted_name(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
     return [*(f"# {change}" for change in config.changes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]

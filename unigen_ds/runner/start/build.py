@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from unigen_ds.config.hub import folder_of
 from unigen_ds.config.section import Component
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.core.progress import Duration, Geometry, Ruler, split_global_batch
-from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.loader import MicroBatch, UpdateLoader
 from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import check_readable, source_names
 from unigen_ds.data.datasets.groups import blend
-from unigen_ds.data.datasets.overflow import Fitted, Overflow, check_overflow
-from unigen_ds.data.datasets.streamed_units import check_streamed, fit
+from unigen_ds.data.datasets.overflow import FittedSource, Overflow, check_overflow
+from unigen_ds.data.datasets.streamed_units import check_streamed, fit_source
 from unigen_ds.data.datasets.subset import Division, apply_filters, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
 from unigen_ds.data.settings import TrainDataloader
@@ -58,7 +59,7 @@ def build_geometry(settings: Settings, *, dp_size: int) -> Geometry:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedSource:
     """A data set that is left out (``on_error='skip'``)."""
 
     name: str
@@ -69,13 +70,13 @@ class Skipped:
 
 def build_sources(
     components: Sequence[Component], processor: Any, *, again: bool = True
-) -> tuple[list[Any], list[Skipped]]:
+) -> tuple[list[Any], list[SkippedSource]]:
     """The data sets, and what is left out: one with ``on_error='skip'`` that cannot be opened or read, with a warning.
 
     A source that comes back is a change of the data. ``again``: try once more what could not be used earlier, which on
     a resume would be other data. Raises ``DataError`` where none is left, ``ConfigError`` with a data set's path.
     """
-    datasets, skipped = [], list[Skipped]()
+    datasets, skips = [], list[SkippedSource]()
     for component in components:
         try:
             dataset = component.build(processor=processor)
@@ -91,28 +92,28 @@ def build_sources(
             if component.arguments.get("on_error") != "skip":
                 raise
             name = component.arguments.get("name") or component.arguments.get("data_path")
-            skipped.append(Skipped(str(name), str(error), component.arguments.get("group")))
+            skips.append(SkippedSource(str(name), str(error), component.arguments.get("group")))
             logger().warning("data set %s is skipped (on_error='skip'): %s", name, error)
     if len(datasets) < len(components):
-        left = len(components) - len(datasets)
+        count = len(components) - len(datasets)
         if not datasets:
-            raise DataError(f"No valid datasets were loaded: all {left} were skipped", remedy="see the warnings above")
-        logger().warning("%d of %d data sets are skipped, %d are used", left, len(components), len(datasets))
-    return datasets, skipped
+            raise DataError(f"No valid datasets were loaded: all {count} were skipped", remedy="see the warnings above")
+        logger().warning("%d of %d data sets are skipped, %d are used", count, len(components), len(datasets))
+    return datasets, skips
 
 
 @dataclass(frozen=True)
 class Data:
     processor: Any
-    """As of ``Family.processor``."""
+    """What ``Family.processor`` has made."""
     stream: SequenceStream
     validation: Sequence[ValidationData] = ()
     """Each set of validation data, in the order of the config."""
-    skipped: Sequence[Skipped] = ()
+    skipped_sources: Sequence[SkippedSource] = ()
 
     @property
     def parts(self) -> list[Any]:
-        """The data of the training and, if there is any, of the validation; each has ``fitted`` and ``names``."""
+        """The training data and, if any, the validation data; each has ``fitted_sources`` and ``names``."""
         return [self.stream, *self.validation]
 
 
@@ -121,34 +122,34 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
     loader, seed = settings.train_dataloader, settings.seed
     processor = build_processor(settings, seed=seed)
     again = ruler is None or settings.on_data_change == "restart"
-    datasets, skipped = build_sources(loader.dataset, processor, again=again)
+    datasets, skips = build_sources(loader.dataset, processor, again=again)
     held_out: list[Any] = []
-    divided_set = settings.val_dataloader.divided if settings.val_dataloader else None
+    divided_set = settings.val_dataloader.split_section if settings.val_dataloader else None
     if divided_set is not None and divided_set.split is not None:
         division = Division(divided_set.split, seed if divided_set.seed is None else divided_set.seed)
         datasets, held_out = divide(datasets, division)
     overflow = Overflow(loader.seq_length, loader.overflow)
     if loader.max_sample_tokens is not None:
         overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
-    sources = [fit(dataset, overflow) for dataset in datasets]
+    sources = [fit_source(dataset, overflow) for dataset in datasets]
     if not all(map(len, sources)):  # else the start refuses, and tools/inspect_data.py shows the numbers
         check_overflow(sources, source_names(datasets))
     packer = None if loader.packing is None else loader.packing.build()
     sizes = [len(source) for source in sources]
-    blended = blend(datasets, sizes, loader.groups, skipped=[(one.name, one.group) for one in skipped])
+    mixture = blend(datasets, sizes, loader.groups, skips=[(one.name, one.group) for one in skips])
     stream = SequenceStream(
         datasets,
-        GlobalOrder(sizes, blended.weights, seed=seed, mandatory=blended.mandatory),
+        GlobalOrder(sizes, mixture.weights, seed=seed, mandatory=mixture.mandatory),
         packer=packer,
         seq_length=loader.seq_length,
         overflow=overflow,
         drop_last=loader.drop_last,
         sequences_per_iteration=(ruler.geometry if ruler else geometry).sequences_per_iteration,
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
-        blend=blended,
+        blend=mixture,
     )
     validation = build_validation_data(settings, processor, held_out, geometry=geometry, again=again)
-    return Data(processor, stream, validation, skipped)
+    return Data(processor, stream, validation, skips)
 
 
 def build_validation_data(
@@ -159,12 +160,12 @@ def build_validation_data(
     for set_name, loader in settings.val_dataloader.sets.items() if settings.val_dataloader else ():
         datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
         check_streamed(datasets, what="val_dataloader.dataset")
-        named = [(name, one) for name, one in zip(source_names(datasets), datasets, strict=True) if len(one)]
+        members = [(name, one) for name, one in zip(source_names(datasets), datasets, strict=True) if len(one)]
         seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
         overflow = Overflow(seq_length, loader.overflow or training.overflow)
         data = ValidationData(
-            [Fitted(dataset, overflow) for _, dataset in named],
-            [name for name, _ in named],
+            [FittedSource(dataset, overflow) for _, dataset in members],
+            [name for name, _ in members],
             name=set_name,
             processor=processor,
             seed=settings.seed if loader.seed is None else loader.seed,
@@ -239,9 +240,9 @@ def connect(model: Any, processor: Any) -> None:
         use_processor(processor)
 
 
-def build_groups(settings: Settings, named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
+def build_groups(settings: Settings, pairs: Iterable[tuple[str, nn.Parameter]]) -> list[ParamGroup]:
     wrapper = settings.optim_wrapper
-    return build_param_groups(named, wrapper.optimizer, wrapper.paramwise_cfg)
+    return build_param_groups(pairs, wrapper.optimizer, wrapper.paramwise_cfg)
 
 
 def build_optimizer_config(settings: Settings) -> OptimizerConfig:
@@ -328,16 +329,25 @@ def build_loader(
     )
 
 
+def read_sequences(settings: Settings, data: Data, first: int, stop: int) -> list[MicroBatch]:
+    """The sequences ``first:stop`` of a run as its loader makes them, each in a micro-batch of its own."""
+    cursor, section = data.stream.seek(first), settings.train_dataloader
+    loader = build_loader(section, data, geometry=Geometry(1), dp_rank=0, cursor=cursor, workers=False)
+    batches = [batch for (batch,) in takewhile(lambda pair: pair[0].cursor.sequences <= stop, loader)]
+    loader.close()
+    return batches
+
+
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Every parameter under every name that it has: tied ones occur more than once."""
     return list(model.named_parameters(remove_duplicate=False))
 
 
-def parameter_table(named: Sequence[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+def parameter_table(pairs: Sequence[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Name, shape, dtype, trainable, group and further (tied) names of every parameter, for the manifest."""
     group_of = {name: group.name for group in groups for name in group.parameters}
     names: dict[int, list[str]] = {}
-    for name, parameter in named:
+    for name, parameter in pairs:
         names.setdefault(id(parameter), []).append(name)
     return [
         {
@@ -348,6 +358,6 @@ def parameter_table(named: Sequence[tuple[str, nn.Parameter]], groups: Sequence[
             "group": group_of.get(name),
             "tied": names[id(parameter)][1:],
         }
-        for name, parameter in named
+        for name, parameter in pairs
         if names[id(parameter)][0] == name
     ]

@@ -31,7 +31,6 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
-from unigen_ds.data.datasets.overflow import check_positions
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import GoBack, Hook
@@ -43,7 +42,7 @@ from unigen_ds.runner.settings.tree import Settings, dotted_name, leaves
 from unigen_ds.runner.start import build, stages
 from unigen_ds.runner.start.stages import Start
 from unigen_ds.schedule.schedule import Schedules
-from unigen_ds.system import announced, clock, dist, log
+from unigen_ds.system import clock, dist, log, rank_errors
 from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import source_digest
@@ -56,7 +55,7 @@ class Parts:
     plan: ResumePlan
     start: Start
     findings: Sequence[Finding]
-    """Of the resume's checklist; on rank 0 alone."""
+    """Findings of the resume's checklist; on rank 0 alone."""
     hooks: Sequence[Hook]
     backend: Backend
     geometry: Geometry
@@ -82,13 +81,10 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     agree_on_data(settings, data, total_sequences=start.total_sequences)
     seed_everything(settings.seed, rank=dist.rank())
     model: Any = build.build_model(settings, data.processor, seed=settings.seed, stream=True)
-    for part in data.parts:
-        check_positions(part.fitted, part.names, limit=getattr(model, "max_document_tokens", None))
+    start.check_positions(model)
     initial = model.initial_weights(seed=settings.seed) if on_meta(model) else None
-    named = build.named_parameters(model)
-    groups = build.build_groups(settings, named)
-    parameters = build.parameter_table(named, groups)
-    schedules = start.schedules(groups, global_batch_size=geometry.global_batch_size)
+    named_parameters = build.named_parameters(model)
+    groups, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
     build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
@@ -123,8 +119,8 @@ def parts_after(back: GoBack, parts: Parts, model: Any) -> Parts:
     settings = parts.settings.going_back(back.checkpoint, back.skip)
     plan, start, findings, hooks = _begin(settings, backend, geometry, parts.max_updates)
     build.connect(model, start.data.processor)
-    found: dict[str, Any] = {"plan": plan, "start": start, "findings": findings, "hooks": hooks}
-    return replace(parts, settings=start.settings, **found, **_loaders(start, backend, geometry))
+    stages: dict[str, Any] = {"plan": plan, "start": start, "findings": findings, "hooks": hooks}
+    return replace(parts, settings=start.settings, **stages, **_loaders(start, backend, geometry))
 
 
 def _loaders(start: Start, backend: Backend, geometry: Geometry) -> dict[str, Any]:
@@ -146,31 +142,31 @@ def _begin(
 ) -> tuple[ResumePlan, Start, Sequence[Finding], list[Hook]]:
     """Rank 0 reads the files and, on a resume, runs the checklist; then the processes join, and each reads the data."""
     joined, own_folder = dist.is_joined(), PLACE in (settings.work_dir or "")
-    begun: tuple[ResumePlan, Start | None, list[Finding]] | None = None
+    outcome: tuple[ResumePlan, Start | None, list[Finding]] | None = None
     hooks: list[Hook] = []
     if joined:
-        settings = settings.named(*dist.on_main(lambda: name_and_folder(settings, geometry)))
+        settings = settings.with_name(*dist.on_main(lambda: name_and_folder(settings, geometry)))
     else:
         dist.check_port()
         dist.open_store(timeout_s=settings.env.dist_timeout_s)
         if dist.env_rank() == 0:
-            settings = settings.named(*name_and_folder(settings, geometry))
+            settings = settings.with_name(*name_and_folder(settings, geometry))
             hooks = build.build_hooks(settings)  # what they refuse is refused before data is read
-            begun = _plan(settings, backend, geometry)
+            outcome = _plan(settings, backend, geometry)
     hooks = hooks or build.build_hooks(settings)
     apply_environment(settings.env)
-    announced.arrive(timeout_s=settings.env.dist_timeout_s)
+    rank_errors.arrive(timeout_s=settings.env.dist_timeout_s)
     dist.init(timeout_s=settings.env.dist_timeout_s)
     check_settings(settings, max_updates=max_updates)
     if own_folder and not joined:  # all ranks use the one that rank 0 has named
-        settings = settings.named(*dist.broadcast_object((settings.run_name, settings.work_dir)))
+        settings = settings.with_name(*dist.broadcast_object((settings.run_name, settings.work_dir)))
     log.setup(rank=dist.rank(), log_file=settings.folder / "train.log", level=settings.env.log_level)
     if joined:
         values: list[Any] = []
         dist.on_main(lambda: values.append(_plan(settings, backend, geometry)))
-        begun = values[0] if values else None
-    plan: ResumePlan = dist.on_main(lambda: begun[0])  # type: ignore[index]  # rank 0 has one
-    _, start, findings = begun or (plan, None, ())
+        outcome = values[0] if values else None
+    plan: ResumePlan = dist.on_main(lambda: outcome[0])  # type: ignore[index]  # rank 0 has one
+    _, start, findings = outcome or (plan, None, ())
     if start is None:
         settings, geometry = stages.settle(settings, plan, backend=backend, geometry=geometry)
         start = stages.read_start(settings, plan, geometry=geometry)
@@ -178,7 +174,7 @@ def _begin(
 
 
 def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[ResumePlan, Start | None, list[Finding]]:
-    """On rank 0: the log, the plan and, on a resume, the start and the checklist."""
+    """Set up the log, and make the plan and, on a resume, the start and the checklist. On rank 0."""
     file, level = settings.folder / "train.log", settings.env.log_level
     logger = log.setup(rank=dist.env_rank(), log_file=file, level=level, new_start=True)
     plan = stages.plan_start(settings)
@@ -224,7 +220,7 @@ def check_settings(settings: Settings, *, max_updates: int | None) -> None:
     if dist.world_size() == 1:
         return
     facts: dict[str, Any] = {}
-    for leaf, value in leaves(json_values(Settings.completed(settings.given), by_name)):
+    for leaf, value in leaves(json_values(Settings.complete(settings.config), by_name)):
         key = dotted_name(leaf)
         if not (key.startswith(_OWN) or key.endswith(_OWN_LAST) or _is_local(value)):
             facts[key] = value
@@ -301,12 +297,12 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
         return None
     if parts.plan.manifest is not None:
         reader: ShardReader = store.open_reader(checkpoint, parts.plan.manifest)
-        stored, stored_config = parts.plan.manifest.parameters, parts.plan.manifest.config
+        table, stored_config = parts.plan.manifest.parameters, parts.plan.manifest.config
     else:
         foreign = read_foreign(checkpoint)
-        reader, stored, stored_config = foreign.reader, foreign.parameters, {"model": foreign.sizes}
+        reader, table, stored_config = foreign.reader, foreign.parameters, {"model": foreign.sizes}
     if manifest is None:
-        fit_weights(parts, reader, stored, stored_config)
+        fit_weights(parts, reader, table, stored_config)
         return None
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
@@ -315,8 +311,8 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
         if hook.name in states:
             hook.load_state_dict(states[hook.name])
         hook.load_shards(readers)
-    if dropped := sorted(set(states) - {hook.name for hook in hooks}):
-        logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(dropped))
+    if names := sorted(set(states) - {hook.name for hook in hooks}):
+        logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(names))
     if not store.restore_rng(checkpoint, manifest):
         seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
@@ -330,7 +326,7 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
 
 
 def fit_weights(
-    parts: Parts, reader: ShardReader, stored: Sequence[Mapping[str, Any]], stored_config: Mapping[str, Any]
+    parts: Parts, reader: ShardReader, table: Sequence[Mapping[str, Any]], stored_config: Mapping[str, Any]
 ) -> None:
     """Weights for another model, as ``load_cfg`` allows: differences are in ``load_report.json``, or refused."""
     sizes = other_sizes(stored_config, parts.plain_config, hidden=True)
@@ -341,17 +337,17 @@ def fit_weights(
             f"load_from is {parts.plan.checkpoint}, which has no adapters, and lora is set",
             remedy="adapters need a published directory: tools/export.py CHECKPOINT DIR, then model.pretrained='DIR'",
         )
-    stored, own = ([row for row in rows if row["name"] not in base] for rows in (stored, parts.parameters))
+    table, own = ([row for row in rows if row["name"] not in base] for rows in (table, parts.parameters))
     buffers = {name: buffer.numel() for name, buffer in parts.backend.buffers().items() if name not in base}
-    fitted = fit(reader, stored, parameters=own, buffers=buffers, cfg=cfg, sizes=sizes)
-    report = {"checkpoint": str(parts.plan.checkpoint), **fitted.state_dict()}
+    match = fit(reader, table, parameters=own, buffers=buffers, cfg=cfg, sizes=sizes)
+    report = {"checkpoint": str(parts.plan.checkpoint), **match.state_dict()}
     dist.on_main(lambda: write_text_atomic(report_file, json.dumps(report, indent=1) + "\n"))
-    fitted.check(cfg, first=other_model(stored_config, parts.plain_config))
+    match.check(cfg, first=other_model(stored_config, parts.plain_config))
     if dist.is_main():
-        for kind, line in fitted.lines():
+        for kind, line in match.lines():
             logger().log(WARNING if kind in DIFFERENCES else INFO, "Weights: %s.", line)
-        numbers = len(fitted.sources), len(fitted.kept)
+        numbers = len(match.sources), len(match.initial_names)
         logger().info("Weights: %d tensors are the checkpoint's, %d stay as initialised. What differs: %s.",
                       *numbers, report_file)  # fmt: skip
-    parts.backend.load_tensors(FittedReader(reader, fitted), weights_only=True, keep={*fitted.kept, *base})
+    parts.backend.load_tensors(FittedReader(reader, match), weights_only=True, keep={*match.initial_names, *base})
     logger().info("Loaded weights only from %s; progress starts at zero.", parts.plan.checkpoint)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import secrets
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,22 @@ from unigen_ds.checkpoint.foreign import Foreign, read_foreign
 from unigen_ds.checkpoint.home import check_home
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest, current_versions
 from unigen_ds.checkpoint.partial import LoadSettings
-from unigen_ds.core.errors import ConfigError, ResumeBlocked
+from unigen_ds.core.errors import ConfigError, DataError, ResumeBlocked
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Duration, Geometry, Progress, Ruler
 from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continue_stream
 from unigen_ds.data.batches.statistics import check_unusable
 from unigen_ds.data.batches.stream import SequenceStream
+from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import check_readable
-from unigen_ds.data.datasets.overflow import check_overflow
+from unigen_ds.data.datasets.overflow import check_overflow, check_positions
 from unigen_ds.data.order.order import Cursor
 from unigen_ds.models.weights import check_here
-from unigen_ds.optim.optimizer import AUTO, ParamGroup, settled_precision
+from unigen_ds.optim.optimizer import AUTO_PRECISION, ParamGroup, settled_precision
 from unigen_ds.resume import checklist
-from unigen_ds.resume.finding import BUILT, SAVES, Finding, Proposal
+from unigen_ds.resume.finding import BUILT_KEY, SAVES, Finding, Proposal
 from unigen_ds.resume.geometry import keep_batch, lr_factor
-from unigen_ds.resume.plan import ResumePlan, plan_resume
-from unigen_ds.resume.skips import settled_skips
+from unigen_ds.resume.plan import ResumePlan, join_skips, plan_resume
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start import build
 from unigen_ds.schedule.schedule import Schedules
@@ -56,12 +56,12 @@ from unigen_ds.system.files import check_digests
 
 def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry. Raises ``ConfigError`` where they cannot work."""
-    started, meant = dist.env_world_size(), settings.world_size
-    if meant not in (None, started) and settings.on_batch_change != "keep-batch":
+    world_size, meant = dist.env_world_size(), settings.world_size
+    if meant not in (None, world_size) and settings.on_batch_change != "keep-batch":
         raise ConfigError(
-            f"world_size is {meant}, and {started} process{'es were' if started > 1 else ' was'} started",
+            f"world_size is {meant}, and {world_size} process{'es were' if world_size > 1 else ' was'} started",
             remedy=f"start {meant} (torchrun --nproc_per_node {meant} on one node); or --cfg-options"
-            f" world_size={started}, with a batch_size or accumulative_counts for the effective batch that you want;"
+            f" world_size={world_size}, with a batch_size or accumulative_counts for the effective batch that you want;"
             " or --on-batch-change keep-batch",
         )
     backend: Backend = settings.backend.build()
@@ -90,11 +90,11 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
     if plan.mode != "resume" and not settings.base and hashes:
         check_weights(settings.model.get("pretrained"))
     manifest, precision = plan.manifest if plan.mode == "resume" else None, settings.optim_wrapper.precision
-    stored = None if manifest is None else manifest.topology.get("precision")
-    chosen = settled_precision(precision, stored)
-    if precision == AUTO:
-        why = "as the checkpoint has it" if chosen == stored else "as this device computes it"
-        log.logger().info("optim_wrapper.precision is 'auto': this run computes in %s, %s.", chosen, why)
+    old = None if manifest is None else manifest.topology.get("precision")
+    choice = settled_precision(precision, old)
+    if precision == AUTO_PRECISION:
+        why = "as the checkpoint has it" if choice == old else "as this device computes it"
+        log.logger().info("optim_wrapper.precision is 'auto': this run computes in %s, %s.", choice, why)
     seed = settings.randomness.seed
     if seed is None and manifest is not None:
         seed = int(manifest.loader["seed"])
@@ -106,11 +106,11 @@ def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
     base, folders = None, settings.base or settings.model.get("pretrained")
     if settings.lora is not None and folders:  # their base's files are read and hashed
         if manifest is not None and manifest.base is not None:  # they must be the recorded ones
-            path = find_base(manifest.base, given=settings.base, checkpoint=plan.checkpoint)
+            path = find_base(manifest.base, folder=settings.base, checkpoint=plan.checkpoint)
             base = replace(manifest.base, path=path)
         else:
             base = read_base(folders)
-    return replace(plan, seed=seed, precision=chosen, base=base)
+    return replace(plan, seed=seed, precision=choice, base=base)
 
 
 def check_weights(pretrained: Any, *, where: str = "model.pretrained") -> None:
@@ -129,16 +129,16 @@ def check_weights(pretrained: Any, *, where: str = "model.pretrained") -> None:
 def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: Geometry) -> tuple[Settings, Geometry]:
     """The settings with the plan's choices, and the geometry. Raises ``ConfigError`` where the engine cannot work."""
     assert plan.precision is not None, "rank 0 has chosen one"
-    asked, own = build.build_optimizer_config(settings), geometry
+    optimizer_cfg, own = build.build_optimizer_config(settings), geometry
     if settings.on_batch_change == "keep-batch" and plan.mode == "resume" and plan.manifest is not None:
-        stored = plan.manifest.geometry
+        old = plan.manifest.geometry
         most = settings.train_dataloader.batch_size or plan.manifest.ruler.geometry.batch_size
-        geometry = keep_batch(stored.global_batch_size, own.dp_size, most=most)
-        if geometry != stored:
-            log.logger().info("on_batch_change is 'keep-batch': %s; it was %s.", geometry, stored)
-    if (plan.precision, geometry) != (asked.precision, own):
-        backend.check(geometry=geometry, optimizer_cfg=replace(asked, precision=plan.precision))
-    return settings.settled(seed=plan.seed, precision=plan.precision, base=plan.base), geometry
+        geometry = keep_batch(old.global_batch_size, own.dp_size, most=most)
+        if geometry != old:
+            log.logger().info("on_batch_change is 'keep-batch': %s; it was %s.", geometry, old)
+    if (plan.precision, geometry) != (optimizer_cfg.precision, own):
+        backend.check(geometry=geometry, optimizer_cfg=replace(optimizer_cfg, precision=plan.precision))
+    return settings.with_choices(seed=plan.seed, precision=plan.precision, base=plan.base), geometry
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Start:
     settings: Settings
     geometry: Geometry
     manifest: Manifest | None
-    """Of the checkpoint to resume from (made by ``adopt`` where another trainer wrote it); None on a fresh start."""
+    """That of the checkpoint to resume from (by ``adopt`` where another trainer wrote it); None on a fresh start."""
     unknown: tuple[str, ...]
     """What the files of another trainer's checkpoint do not state."""
     data: build.Data
@@ -162,17 +162,30 @@ class Start:
     limits: list[Duration]
     total_sequences: float
 
-    def schedules(self, groups: Sequence[ParamGroup], *, global_batch_size: int) -> Schedules:
+    def optimization(
+        self, parameters: Sequence[tuple[str, nn.Parameter]], *, global_batch_size: int
+    ) -> tuple[list[ParamGroup], list[dict[str, Any]], Schedules]:
+        """Groups and table of a model's parameters, and the curves of the groups' learning rates."""
+        groups = build.build_groups(self.settings, parameters)
+        schedules = self._schedules(groups, global_batch_size=global_batch_size)
+        return groups, build.parameter_table(parameters, groups), schedules
+
+    def _schedules(self, groups: Sequence[ParamGroup], *, global_batch_size: int) -> Schedules:
         """The config's curves; on a resume the stored ones if those are equal, scaled by ``on_batch_change``."""
         settings, manifest, total = self.settings, self.manifest, self.total_sequences
         base = [{"name": group.name, "lr": group.lr} for group in groups]
         curves = Schedules.from_cfg(settings.param_scheduler, ruler=self.ruler, base=base, total_sequences=total)
         if manifest is None:
             return curves
-        stored = Schedules.from_state_dict(manifest.schedule)
-        same = (stored.base, stored.total_sequences) == (curves.base, total) and stored.same_curves(curves)
+        old = Schedules.from_state_dict(manifest.schedule)
+        same = (old.base, old.total_sequences) == (curves.base, total) and old.same_curves(curves)
         factor = lr_factor(settings.on_batch_change, was=manifest.geometry.global_batch_size, now=global_batch_size)
-        return replace(stored if same else curves, lr_scale=stored.lr_scale * factor)
+        return replace(old if same else curves, lr_scale=old.lr_scale * factor)
+
+    def check_positions(self, model: nn.Module) -> None:
+        """Raise ``DataError`` where a sample is longer than the model has positions."""
+        for part in self.data.parts:
+            check_positions(part.fitted_sources, part.names, limit=getattr(model, "max_document_tokens", None))
 
     @cached_property
     def meta_model(self) -> nn.Module:
@@ -190,12 +203,10 @@ def read_start(settings: Settings, plan: ResumePlan, *, geometry: Geometry) -> S
         stream = build.build_data(settings, geometry=geometry_of(foreign), ruler=None).stream
         manifest, unknown = adopt(foreign, settings, stream), foreign.unknown
     data, change, cursor = continue_data(settings, manifest, geometry=geometry, on_change=settings.on_data_change)
-    for part in data.parts:
-        check_unusable(part.fitted, part.names, settings.train_dataloader.max_skipped_fraction)
     ruler = manifest.ruler if manifest else Ruler(geometry, data.stream.sequences_per_epoch)
     limits = settings.train_cfg.durations(ruler)
     total = build.total_sequences(limits, geometry, data.stream.tokens_per_sequence)
-    skips = settled_skips(settings.skip_sequences, manifest, plan.lineage, end=total)
+    skips = join_skips(settings.skip_sequences, manifest, plan.lineage, end=total)
     data = replace(data, stream=data.stream.skipping(skips))
     return Start(settings, geometry, manifest, unknown, data, change, cursor, ruler, limits, total)
 
@@ -208,9 +219,8 @@ def continue_data(
     Data that changed in a way that ``on_change`` does not allow stays as it is now. ``check``: refuse unusable data.
     """
     data = build.build_data(settings, geometry=geometry, ruler=manifest.ruler if manifest else None)
-    for part in data.parts if check else ():
-        check_readable(part.datasets, part.names)
-        check_overflow(part.fitted, part.names)
+    for error in data_errors(settings, data.parts) if check else ():
+        raise error
     if manifest is None:
         return data, DataChange(), Cursor()
     change, cursor = compare(manifest.loader, data.stream), Cursor.from_state_dict(manifest.loader["cursor"])
@@ -218,6 +228,31 @@ def continue_data(
         stream, cursor = continue_stream(manifest.loader, data.stream, on_change=on_change)
         data = replace(data, stream=stream)
     return data, change, cursor
+
+
+def read_validation(settings: Settings, manifest: Manifest | None, *, geometry: Geometry) -> Sequence[ValidationData]:
+    """Each set of validation data as the run of ``manifest`` has it; data of the training only where those are divided.
+
+    Raises as ``read_start`` does.
+    """
+    if settings.val_dataloader is not None and settings.val_dataloader.split_section is not None:
+        return continue_data(settings, manifest, geometry=geometry, on_change="append")[0].validation
+    processor = build.build_processor(settings, seed=settings.seed)
+    sets = build.build_validation_data(settings, processor, [], geometry=geometry)
+    for error in data_errors(settings, sets):
+        raise error
+    return sets
+
+
+def data_errors(settings: Settings, parts: Sequence[Any]) -> Iterator[DataError]:
+    """Why a start would not use the data of ``parts``: ``Data.parts``, or sets of validation data."""
+    for part in parts:
+        unusable = partial(check_unusable, part.fitted_sources, limit=settings.train_dataloader.max_skipped_fraction)
+        for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted_sources), unusable):
+            try:
+                check(part.names)
+            except DataError as error:
+                yield error
 
 
 # ---- checklist ------------------------------------------------------------------------------------------------------
@@ -230,27 +265,27 @@ def run_checklist(
     settings, manifest, plain = start.settings, start.manifest, plain_config(start.settings)
     assert manifest is not None, "only a resume is checked"
     if all(plain.get(key) == manifest.config.get(key) for key in ("model", "lora", "tokenizer")):  # the stored model
-        named = []
+        named_parameters = []
         for row in manifest.parameters:
             with torch.device("meta"):
                 parameter = nn.Parameter(torch.empty(row["shape"]), requires_grad=row["trainable"])
-            named += [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
+            named_parameters += [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
     else:
-        named = build.named_parameters(start.meta_model)
-    groups = build.build_groups(settings, named)
+        named_parameters = build.named_parameters(start.meta_model)
+    _, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
     home = settings.checkpoints
     folder = next((one for one in (home, *home.resolve().parents) if one.exists()), None)
     hook = settings.default_hooks.checkpoint
     proposal = Proposal(
         checkpoint=str(plan.checkpoint),
         config=plain,
-        complete=lambda config: Settings.completed(config) if config.get("model") else config,
+        complete=lambda config: Settings.complete(config) if config.get("model") else config,
         saves=SAVES if hook is None else {key: hook.get(key, value) for key, value in SAVES.items()},
         averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
         geometry=geometry,
         topology=backend.topology(),
-        schedules=start.schedules(groups, global_batch_size=geometry.global_batch_size),
-        parameters=build.parameter_table(named, groups),
+        schedules=schedules,
+        parameters=parameters,
         data=start.change,
         versions=current_versions(),
         on_batch_change=settings.on_batch_change,
@@ -264,9 +299,9 @@ def run_checklist(
 
 def plain_config(settings: Settings, *, model: Any = None) -> dict[str, Any]:
     """The config as plain JSON values, as a manifest keeps it; with ``model`` also its arguments as it was built."""
-    values: dict[str, Any] = json_values(settings.given)
+    values: dict[str, Any] = json_values(settings.config)
     if hasattr(model, "arguments"):
-        values |= json_values({BUILT: {"model": model.arguments()}})
+        values |= json_values({BUILT_KEY: {"model": model.arguments()}})
     return values
 
 
