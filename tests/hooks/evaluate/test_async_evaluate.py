@@ -25,6 +25,7 @@ from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.jobs.evaluation_job import Job, JobFolder, arguments_of, fill_fields
 from unigen_ds.hooks.base import Hook, Run
+from unigen_ds.hooks.evaluate.async_evaluate import AsyncEvaluateHook
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
@@ -153,6 +154,24 @@ def test_a_local_process_evaluates_while_the_training_continues(tmp_path, script
         assert [update for update, _ in logged_results(tmp_path)] == [2, 4, 6, 8]
     assert sorted(path.name for path in (tmp_path / "run").glob("*.pth")) == ["iter_9.pth"]
     assert not list((tmp_path / "run" / "eval_results" / "run").glob("*.job"))
+
+
+@HOOKS.register_module(force=True)
+class LateHook(AsyncEvaluateHook):
+    """Every evaluation ends between the last look for results and the question what still runs."""
+
+    name = "late"
+
+    def _local(self) -> list[int]:
+        if self._folder.worker is not None:
+            until(lambda: all(isinstance(self._folder.status(job), int) for job in self._jobs.values()))
+        return super()._local()
+
+
+def test_an_evaluation_that_ends_while_the_run_ends_is_logged(tmp_path, script):
+    late = {"type": "LateHook", "command": f"{script} 0", "interval": 2, "unit": "update", "wait_at_end": True}
+    run(tmp_path, "", updates=2, without=True, custom_hooks=[late])
+    assert [update for update, _ in logged_results(tmp_path)] == [2]
 
 
 def process(folder: Path, command: str, **arguments: Any) -> list[str]:

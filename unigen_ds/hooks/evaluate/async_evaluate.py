@@ -245,15 +245,17 @@ class AsyncEvaluateHook(Hook):
         if stopped:
             self._folder.stop_file.touch()
         self._look(run)
-        if self.wait_at_end and not stopped and (local := self._local()):
-            logger().info("Waiting for %d evaluations (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the training without"
-                          " them: they continue.", len(local))  # fmt: skip
+        if self.wait_at_end and not stopped:
+            if local := self._local():
+                logger().info("Waiting for %d evaluations (AsyncEvaluateHook.wait_at_end). Ctrl-C ends the training"
+                              " without them: they continue.", len(local))  # fmt: skip
             try:
                 while self._local():
                     time.sleep(min(max(self.poll_seconds, 0.05), 1.0))
                     self._look(run)
             except KeyboardInterrupt:
                 logger().warning("Interrupted: the training ends without the results that are missing.")
+            self._look(run)
         if not self._jobs:
             return
         waits = any(self._folder.status(self._jobs[update]) is None for update in self._local())

@@ -94,7 +94,8 @@ class ActHook(Hook):
         os.kill(run._writer._process.pid, signal.SIGCONT)
 
     def wait(self, run):
-        run._writer._look(60.0)
+        if run._writer._attempt is not None:
+            run._writer._look(60.0)
 
     def go_later(self, run):
         threading.Timer(1.0, self.go, [run]).start()
