@@ -25,6 +25,7 @@ from tools import evaluate, generate, inspect_data, plan, resume
 from tools.train import main
 from unigen_ds.config import overrides
 from unigen_ds.config.section import Component
+from unigen_ds.evaluation.scoring import Validation
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import tree as settings_tree
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
@@ -362,6 +363,17 @@ def test_asynchronous_saving_is_in_few_modules() -> None:
     names = re.compile(r"Background(Writer)?\b|async_save|async_busy|finish_save")
     modules = [label(path) for path in SOURCES if names.search(path.read_text(encoding="utf-8"))]
     assert len(modules) <= 5, modules
+
+
+def test_that_there_may_be_several_sets_of_validation_data_is_known_to_few_modules() -> None:
+    """``Validation`` gives its sets to nobody, so a module that asks for them is one of these."""
+    names = re.compile(r"\._?sets\b|is_several|ValidationSet")
+    modules = [label(path) for path in SOURCES if names.search(path.read_text(encoding="utf-8"))]
+    assert len(modules) <= 3, modules
+    assert not {"__iter__", "__getitem__"} & {*vars(Validation)}
+    attributes = {name for name in vars(Validation) if not name.startswith("_")}
+    questions = {"main_loss", "batch_size", "num_batches", "check", "check_name", "provenance"}
+    assert attributes == {"start_lines", "losses", "evaluate", *questions}
 
 
 def test_journeys_enter_few_modules() -> None:

@@ -94,6 +94,9 @@ class ValDataloader(Section):
     """Page-locked batches; None: with CUDA."""
     timeout: Number = Field(default=0.0, ge=0)
     """Seconds to wait for a worker before an error; 0: for ever."""
+    metrics: Annotated[tuple[str, ...], AS_LIST] | None = None
+    """Those of `EvaluateHook.metrics` that score this data, by their classes (`BLEU`) or the names of their values
+    (`bleu`); None: all."""
     _sets: Mapping[str, ValDataloader] = PrivateAttr(default_factory=dict)
 
     @property
@@ -102,9 +105,9 @@ class ValDataloader(Section):
         return self._sets or {"": self}
 
     @property
-    def split_section(self) -> ValDataloader | None:
-        """The section that evaluates a share of the training records."""
-        return next((one for one in self.sets.values() if one.split is not None), None)
+    def division(self) -> tuple[float | None, int | None]:
+        """The share of the training records that is evaluated on, and its seed; None: no share, the run's seed."""
+        return next(((one.split, one.seed) for one in self.sets.values() if one.split is not None), (None, None))
 
     @classmethod
     def is_several(cls, config: Any) -> bool:
@@ -159,3 +162,38 @@ class ValDataloader(Section):
                 remedy="val_dataloader=None: no validation",
             )
         return self
+
+
+def evaluation_sections(
+    training: Mapping[str, Any], file: str | None, changes: Mapping[str, int | None]
+) -> Mapping[str, Any]:
+    """The data sections of an evaluation, as the config of a training has them; empty: it names no data.
+
+    Args:
+        training: the plain config.
+        file: of records, instead of ``val_dataloader``'s data: the first data set that reads a file reads this one,
+            with its filters; without one, the usual one does.
+        changes: keys of ``val_dataloader``, of each set; None: as they are.
+    """
+    section, trained_on = (dict(training.get(f"{name}_dataloader") or {}) for name in ("val", "train"))
+    loaders = {"": section}
+    if ValDataloader.is_several(section):
+        loaders = {name: dict(one) for name, one in section.items() if one is not None}
+    first = next(iter(loaders.values()), {})
+    if file is not None:
+        dataset: dict[str, Any] = {"type": "UnifiedGenerationDataset"}
+        sources = [one.get("dataset") or () for one in (first, trained_on)]
+        members = [member for one in sources for member in ([one] if isinstance(one, Mapping) else one)]
+        if reader := next((member for member in members if "data_path" in member), None):
+            dataset = {key: value for key, value in reader.items() if key not in ("name", "format", "num_used_data")}
+        rest = {key: value for key, value in first.items() if key not in ("split", "metrics")}
+        first = {**rest, "dataset": {**dataset, "data_path": file}}
+        loaders = {"": first}
+    if not loaders or not all(loaders.values()):
+        return {}
+    overrides = {key: value for key, value in changes.items() if value is not None}
+    loaders = {name: {**loader, **overrides} for name, loader in loaders.items()}
+    return {
+        "train_dataloader": trained_on or {"batch_size": 1, "dataset": first.get("dataset")},
+        "val_dataloader": loaders.get("", loaders),
+    }

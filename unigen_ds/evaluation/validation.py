@@ -1,4 +1,4 @@
-"""The losses on validation data, the same for all engines and ranks: ``val/loss``, or ``val/<set>/loss`` of several.
+"""The losses on validation data, the same for all engines and ranks: ``val/loss`` and its parts.
 
 In: an engine and ``ValidationData``. Out: means over all targets of all ranks. A target weighs the same wherever it is:
 sums and numbers of targets are added in float64, and divided once at the end. ``evaluating`` is what every look at a
@@ -8,18 +8,15 @@ model during training needs: afterwards the training continues as if nothing had
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from unigen_ds.backends.base import Backend
-from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.validation_data import ValidationData
-from unigen_ds.evaluation.metrics.base import Metric
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import kept_generators
@@ -28,72 +25,43 @@ _Key = tuple[str, ...]
 """(term,) or (term, source)."""
 
 
-@dataclass(frozen=True)
-class Validation:
-    """One set that a run is evaluated on, and how its losses are weighed."""
+def losses(
+    backend: Backend, data: ValidationData, loss_weights: Mapping[str, float], *, max_batches: int | None = None
+) -> dict[str, float]:
+    """Collective; the same on all ranks. ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the
+    terms k that have targets; ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over those
+    of a source. A mean without targets is left out.
+    """
+    sums: dict[_Key, Tensor] = {}
+    counts: defaultdict[_Key, float] = defaultdict(float)  # weights of targets may be fractional
+    skips: list[str] = []
 
-    data: ValidationData
-    loss_weights: Mapping[str, float]
-
-    def name_of(self, value: str, *, prefix: str = "val/") -> str:
-        """``val/<set>/<value>``, or ``val/<value>`` of the only set."""
-        return f"{prefix}{self.data.name}/{value}" if self.data.name else f"{prefix}{value}"
-
-    @property
-    def record(self) -> str:
-        """What a message calls one of its records."""
-        return f"validation record of {self.data.name}" if self.data.name else "validation record"
-
-    def metrics(self, metrics: Sequence[Metric]) -> list[Metric]:
-        """Those that score this set."""
-        return [metric for metric in metrics if metric.sets is None or self.data.name in metric.sets]
-
-    def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
-        """Collective; the same on all ranks. ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the
-        terms k that have targets; ``val/loss/<term>``: the mean over its targets; ``val/loss/<term>/<source>``: over
-        those of a source. A mean without targets is left out. Names as of ``name_of``.
-        """
-        sums: dict[_Key, Tensor] = {}
-        counts: defaultdict[_Key, float] = defaultdict(float)  # weights of targets may be fractional
-        skips: list[str] = []
-
-        with evaluating(backend):
-            for source, batch in self.data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
-                terms = backend.model(batch.to(backend.device))
-                skips += [f"{entry['sample']}: {entry['why']}" for entry in batch.skipped]
-                targets = batch.target_counts()
-                for term, total in terms.sums.items():
-                    for key in ((term,), (term, source)):
-                        value = total.detach().double()
-                        sums[key] = sums[key] + value if key in sums else value
-                        counts[key] += targets.get(term, 0.0)
-        totals: defaultdict[_Key, float] = defaultdict(float)
-        numbers: defaultdict[_Key, float] = defaultdict(float)
-        problems: list[str] = []
-        mine = ({key: (float(value), counts[key]) for key, value in sums.items()}, skips)
-        for rank_values, rank_skipped in dist.gather_objects(mine):  # in the order of the ranks, on all alike
-            problems += rank_skipped
-            for key, (value, count) in rank_values.items():
-                totals[key] += value
-                numbers[key] += count
-        if problems and dist.is_main():
-            logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
-                             len(problems), problems[0])  # fmt: skip
-        means = {key: totals[key] / number for key, number in sorted(numbers.items()) if number}
-        name = self.name_of("loss")
-        values = {"/".join((name, *key)): mean for key, mean in means.items()}
-        summands = [self.loss_weights.get(key[0], 1.0) * mean for key, mean in means.items() if len(key) == 1]
-        return {name: sum(summands), **values} if summands else values
-
-
-def check_sets(metrics: Sequence[Metric], sets: Sequence[Validation], *, where: str) -> None:
-    """Raise ``ConfigError`` where a metric names a set that is not one of the run's."""
-    names = [one.data.name for one in sets]
-    for number, metric in enumerate(metrics):
-        for name in metric.sets or ():
-            if name not in names:
-                choices = ", ".join(filter(None, names)) or "no name: val_dataloader is one section"
-                raise ConfigError(f"{where}[{number}].sets has {name!r}", allowed=choices)
+    with evaluating(backend):
+        for source, batch in data.batches(max_batches, dp_rank=backend.dp_rank, dp_size=backend.dp_size):
+            terms = backend.model(batch.to(backend.device))
+            skips += [f"{entry['sample']}: {entry['why']}" for entry in batch.skipped]
+            targets = batch.target_counts()
+            for term, total in terms.sums.items():
+                for key in ((term,), (term, source)):
+                    value = total.detach().double()
+                    sums[key] = sums[key] + value if key in sums else value
+                    counts[key] += targets.get(term, 0.0)
+    totals: defaultdict[_Key, float] = defaultdict(float)
+    numbers: defaultdict[_Key, float] = defaultdict(float)
+    problems: list[str] = []
+    mine = ({key: (float(value), counts[key]) for key, value in sums.items()}, skips)
+    for rank_values, rank_skipped in dist.gather_objects(mine):  # in the order of the ranks, on all alike
+        problems += rank_skipped
+        for key, (value, count) in rank_values.items():
+            totals[key] += value
+            numbers[key] += count
+    if problems and dist.is_main():
+        logger().warning("%d validation samples could not be read and are left out of val/loss. The first: %s",
+                         len(problems), problems[0])  # fmt: skip
+    means = {key: totals[key] / number for key, number in sorted(numbers.items()) if number}
+    values = {"/".join(("val/loss", *key)): mean for key, mean in means.items()}
+    summands = [loss_weights.get(key[0], 1.0) * mean for key, mean in means.items() if len(key) == 1]
+    return {"val/loss": sum(summands), **values} if summands else values
 
 
 @contextmanager

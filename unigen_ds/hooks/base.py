@@ -37,7 +37,7 @@ from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard, ShardReader
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.order.order import Skip
-from unigen_ds.evaluation.validation import Validation
+from unigen_ds.evaluation.scoring import Validation
 from unigen_ds.system.clock import Clock
 
 PRIORITY = {
@@ -162,8 +162,8 @@ class Run(Protocol):
         """The sources of the training data, in the order of the config."""
 
     @property
-    def validation(self) -> Sequence[Validation]:
-        """Each set of validation data with its losses; empty: the config has none."""
+    def validation(self) -> Validation:
+        """The validation data and its losses; false where the config has none."""
 
     @property
     def work_dir(self) -> Path: ...

@@ -387,12 +387,11 @@ class RunnerView(_View):
     def val_dataloader(self) -> _View:
         """The loader of an evaluation: the batches of this rank, and the samples of all ranks."""
         run = self._run
-        sets = [one.data for one in run.validation]
-        if not sets:
+        if not run.validation:
             raise AttributeError("val_dataloader")
         limit = next((hook.max_batches for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
-        batches = sum(one.num_batches(limit, dp_size=run.backend.dp_size) for one in sets)
-        return self._loader("runner.val_dataloader", batches, sum(map(len, sets)), sets[0].batch_size)
+        batches = run.validation.num_batches(limit, dp_size=run.backend.dp_size)
+        return self._loader("runner.val_dataloader", batches, len(run.validation), run.validation.batch_size)
 
     @property
     def val_loop(self) -> _View:

@@ -175,14 +175,13 @@ def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def validation_curves(run: WorkDir) -> list[dict[str, Any]]:
     """A chart for each group of values: the total, then terms with their parts, then each metric."""
     groups: dict[str, dict[str, dict[float, float]]] = {}
-    several = validation_losses(key for evaluation in run.evaluations for key in evaluation.values)
-    sets = {key.split("/")[1] for key in several if key != "val/loss"}
+    losses = validation_losses(key for evaluation in run.evaluations for key in evaluation.values)
+    heads = sorted((name.removesuffix("loss") for name in losses), key=len, reverse=True)
     for evaluation in run.evaluations:
         for key, value in evaluation.values.items() if evaluation.update is not None else ():
-            parts = key.split("/")
-            if len(parts) > 2 and parts[1] in sets:
-                parts = ["/".join(parts[:2]), *parts[2:]]
-            group = "/".join(parts[: min(len(parts) - 1, 3)]) if len(parts) > 2 else key
+            head = next((one for one in heads if key.startswith(one)), "val/")
+            parts = key.removeprefix(head).split("/")
+            group = head + "/".join(parts[: min(len(parts) - 1, 2)]) if len(parts) > 1 else key
             groups.setdefault(group, {}).setdefault(key, {})[float(evaluation.update or 0)] = value
     figures = []
     for group, series in groups.items():

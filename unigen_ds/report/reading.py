@@ -103,7 +103,7 @@ class WorkDir:
 
     @property
     def validation_loss(self) -> str:
-        """``val/loss``, or of several sets that of the first."""
+        """The name of the first whole loss, ``val/loss`` as a rule."""
         names = validation_losses(key for evaluation in self.evaluations for key in evaluation.values)
         return next(iter(names), "val/loss")
 
@@ -212,8 +212,9 @@ def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
 
 
 def validation_losses(keys: Iterable[str]) -> list[str]:
-    """Those of the keys that are the whole loss of a set: ``val/loss``, or ``val/<set>/loss`` of each of several."""
-    return [key for key in dict.fromkeys(keys) if re.fullmatch(r"val/([^/]+/)?loss", key)]
+    """Those of the keys that are a whole loss, such as ``val/loss``, and not a part of another."""
+    names = [key for key in dict.fromkeys(keys) if key.startswith("val/") and key.endswith("/loss")]
+    return [key for key in names if not any(key.startswith(f"{other}/") for other in names)]
 
 
 def is_count(value: object) -> bool:

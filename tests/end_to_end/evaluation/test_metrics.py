@@ -76,7 +76,7 @@ class KeepAnswers(Hook):
         self.values[run.progress.updates] = dict(metrics)
         options = {"wanted": "text", "max_samples": None, **self.options}
         kind, most = options.pop("wanted"), options.pop("max_samples")
-        result = answers(run.backend, run.validation[0].data, kind, Answering(**options), max_samples=most)
+        result = answers(run.backend, run.validation._sets[0].data, kind, Answering(**options), max_samples=most)
         self.answers[run.progress.updates] = list(result.mine)
 
 
@@ -287,7 +287,7 @@ def test_records_that_are_left_out_are_counted(tmp_path: Path) -> None:
     rows = [record for pair in zip(records(20), [{"text": "two three"}] * 20, strict=True) for record in pair]
     run = text_run(tmp_path, evaluating("ExactMatch", "ROUGE"), data=rows, updates=4)
     run.train()
-    (draws_,) = run.validation[0].data.draws()
+    (draws_,) = run.validation._sets[0].data.draws()
     plain = sum(draw.index % 2 for draw in draws_)
     why = "without such an answer, or without a prompt before it"
     line = f"{plain} validation records are left out, {why}; {len(draws_) - plain} are answered"

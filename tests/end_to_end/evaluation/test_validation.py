@@ -212,7 +212,7 @@ def test_splits_of_the_training_batch_change_no_bit_and_batch_sizes_no_digit(tmp
 
 def test_a_part_of_the_samples_is_spread_over_the_source(tmp_path: Path) -> None:
     run = text_run(tmp_path, val_dataloader={**SPLIT, "batch_size": 2})
-    data = run.validation[0].data
+    data = run.validation._sets[0].data
     (every,), (some,) = data.draws(), data.draws(4)
     assert (
         len(some) == 4 and set(some) < set(every) and some[0] == every[0] and every.index(some[-1]) >= len(every) // 2
@@ -312,7 +312,7 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
     loader = {"train_dataloader__drop_last": False, "custom_hooks": [{"type": "KeepValues"}]}
     run = text_run(tmp_path, val_dataloader=SPLIT, train_cfg={"max_epochs": 1}, **loader)
     run.train()
-    held_out = {draw.index for draw in run.validation[0].data.draws()[0]}
+    held_out = {draw.index for draw in run.validation._sets[0].data.draws()[0]}
     indices = kept_of(run).indices
     assert len(held_out) + len(indices) == 120 and not held_out & indices
     assert {i + 40 for i in held_out if i < 40} == {i for i in held_out if 40 <= i < 80}
@@ -322,15 +322,15 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path) -> None:
     (other / "train.jsonl").write_text(f"[{','.join(shuffled)}]")  # other keys first, other white space, another format
     (other / "words.txt").write_text("")
     same = text_run(other, val_dataloader=SPLIT, tokenizer={"type": "WordTokenizer", "words": ["zero", "two"]})
-    assert {draw.index for draw in same.validation[0].data.draws()[0]} == held_out
+    assert {draw.index for draw in same.validation._sets[0].data.draws()[0]} == held_out
     second = text_run(tmp_path, val_dataloader={**SPLIT, "seed": 5}, resume=False, work_dir=str(tmp_path / "seeded"))
-    assert {draw.index for draw in second.validation[0].data.draws()[0]} != held_out
+    assert {draw.index for draw in second.validation._sets[0].data.draws()[0]} != held_out
 
 
 def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_path: Path) -> None:
     first = text_run(tmp_path, val_dataloader=SPLIT, updates=2)
     first.train()
-    held_out = set(first.validation[0].data.draws()[0])
+    held_out = set(first.validation._sets[0].data.draws()[0])
     changes: list[tuple[Any, str]] = [
         (None, "val_dataloader.split was .*'share': 0.2.* and is None"),
         ({**SPLIT, "split": 0.3}, "was .*'share': 0.2.* and is .*'share': 0.3"),
@@ -348,7 +348,7 @@ def test_appended_records_move_no_old_one_and_a_changed_share_is_a_change(tmp_pa
     more = text_run(
         tmp_path, val_dataloader=SPLIT, on_data_change="append", train_cfg={"max_updates": 40}, **options
     )  # fmt: skip
-    now = set(more.validation[0].data.draws()[0])
+    now = set(more.validation._sets[0].data.draws()[0])
     assert held_out < now and all(draw.index >= 60 for draw in now - held_out)
     more.train()
     indices = kept_of(more).indices

@@ -24,7 +24,7 @@ from unigen_ds.report.reading import read_work_dir
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings, load_config
 
-METRICS = ({"type": "BLEU", "sets": "near"}, {"type": "ExactMatch", "sets": ["far"]})
+METRICS = ("BLEU", "ExactMatch")
 
 
 def sets(folder: Path) -> dict[str, Any]:
@@ -32,7 +32,8 @@ def sets(folder: Path) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     far = write_jsonl(folder / "far.jsonl", records(11)[3:])
     dataset = {"type": "UnifiedGenerationDataset", "data_path": str(far)}
-    return {"near": {"split": 0.3, "batch_size": 3}, "far": {"dataset": dataset, "batch_size": 2}}
+    far_section = {"dataset": dataset, "batch_size": 2, "metrics": ["exact_match"]}
+    return {"near": {"split": 0.3, "batch_size": 3, "metrics": "BLEU"}, "far": far_section}
 
 
 def run_of(folder: Path, *hooks: Any, best: str = "val/far/loss", **options: Any) -> Runner:
@@ -49,7 +50,7 @@ def test_each_set_has_its_values_and_a_killed_run_those_of_one_that_was_not(tmp_
     assert losses | {"val/near/bleu", "val/far/exact_match"} <= names
     assert not names & {"val/loss", "val/near/exact_match", "val/far/bleu"}
     alone = tmp_path / "alone"
-    text_run(alone, evaluating("ExactMatch", save_best="auto"), updates=6, val_dataloader=sets(alone)["near"]).train()
+    text_run(alone, evaluating("BLEU", save_best="auto"), updates=6, val_dataloader=sets(alone)["near"]).train()
     near = [{key.replace("near/", ""): line[key] for key in line if key.startswith("val/near/loss")} for line in lines]
     assert near == [{k: v for k, v in line.items() if k.startswith("val/loss")} for line in evaluations(alone)]
     _, best = best_of(alone / "run") or (None, None)
@@ -76,9 +77,8 @@ def test_each_set_has_its_values_and_a_killed_run_those_of_one_that_was_not(tmp_
 
 def test_the_tool_has_the_values_of_the_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_of(tmp_path, updates=2).train()
-    metrics = ["--metrics", *('{"type": "BLEU", "sets": "near"}', '{"type": "ExactMatch", "sets": ["far"]}')]
     out = tmp_path / "out.json"
-    assert evaluate([str(tmp_path / "run"), *metrics, "--out", str(out)]) == 0
+    assert evaluate([str(tmp_path / "run"), "--metrics", *METRICS, "--out", str(out)]) == 0
     values = {name: value for one in read_results(out) for name, value in one.values.items()}
     expected = {name: value for name, value in evaluations(tmp_path)[-1].items() if name.startswith("val/")}
     assert {name if name.startswith("val/") else f"val/{name}": value for name, value in values.items()} == expected
@@ -103,7 +103,8 @@ def test_patience_and_auto(tmp_path: Path) -> None:
         ("val/fra/loss", METRICS, "val/far/loss"),
         ("val/loss", METRICS, "val/near/loss"),
         ("val/far/bleu", METRICS, "val/near/bleu"),
-        ("val/far/loss", [{"type": "BLEU", "sets": ["fra"]}], "near, far"),
+        ("val/far/loss", ["BLEU"], "far.metrics has 'exact_match'. Allowed: BLEU, bleu"),
+        ("val/far/loss", [*METRICS, "ROUGE"], "ROUGE, which no set"),
     ],
 )
 def test_a_name_that_no_set_has_is_refused(tmp_path: Path, name: str, metrics: Any, words: str) -> None:

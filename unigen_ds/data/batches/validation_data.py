@@ -18,7 +18,6 @@ from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
 from unigen_ds.data.batches.loader import BatchLoader, Loading, RowSource
-from unigen_ds.data.batches.statistics import source_lines
 from unigen_ds.data.batches.stream import PackedRow
 from unigen_ds.data.datasets.overflow import FittedSource
 from unigen_ds.data.datasets.subset import whole_of
@@ -27,7 +26,7 @@ from unigen_ds.data.order.order import Draw, shares
 
 class ValidationData:
     """What is evaluated on, without condition dropout and augmentation. Every rank has one; nothing is collective.
-    ``name``: of this set, where a run has several; ``names``: of its sources; ``seed``: of noise and time steps.
+    ``names``: of its sources; ``seed``: of noise and time steps.
     """
 
     def __init__(
@@ -35,13 +34,12 @@ class ValidationData:
         fitted_sources: Sequence[FittedSource],
         names: Sequence[str],
         *,
-        name: str = "",
         processor: Any,
         seed: int,
         batch_size: int,
         **loading: Unpack[Loading],
     ) -> None:
-        self.name, self.fitted_sources, self.names = name, tuple(fitted_sources), tuple(names)
+        self.fitted_sources, self.names = tuple(fitted_sources), tuple(names)
         self.datasets = tuple(source.dataset for source in fitted_sources)
         self.sources = tuple(whole_of(dataset) for dataset in self.datasets)
         self.processor, self.seed = copy.copy(processor), seed
@@ -53,14 +51,6 @@ class ValidationData:
 
     def __len__(self) -> int:
         return sum(map(len, self.fitted_sources))
-
-    def start_lines(self) -> Iterator[str]:
-        """What a start reports of each source."""
-        for name, source in zip(self.names, self.fitted_sources, strict=True):
-            title = f"{self.name}, {name}" if self.name else name
-            records, whole = len(source.dataset), len(whole_of(source.dataset))
-            yield f"Validation, {title}: {records:,} of {whole:,} records."
-            yield from (f"Validation, {title}: {line}." for _, line in source_lines(name, source))
 
     def draws(self, limit: int | None = None) -> list[list[Draw]]:
         """The samples of each source; ``limit``: at most so many of all, spread evenly over each source."""

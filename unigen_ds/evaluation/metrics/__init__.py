@@ -15,21 +15,14 @@ __all__ = ["Metric", "build_metrics", "evaluated"]
 
 
 def build_metrics(specs: Sequence[Mapping[str, Any] | Metric], *, where: str = "metrics") -> list[Metric]:
-    """The metrics that ``[dict(type='BLEU'), ...]`` names, each checked: what is missing is an error here. The key
-    ``sets`` of each is that of the metric, no argument of its class.
+    """The metrics that ``[dict(type='BLEU'), ...]`` names, each checked: what is missing is an error here.
 
     Raises ``ConfigError``, also for two metrics of one name, whose values could not be distinguished.
     """
-    metrics: list[Metric] = []
-    for n, spec in enumerate(specs):
-        if isinstance(spec, Metric):
-            metrics.append(spec)
-            continue
-        arguments = dict(spec)
-        sets = arguments.pop("sets", None)
-        metric = build(METRICS, arguments, where=f"{where}[{n}]")
-        metric.sets = [sets] if isinstance(sets, str) else sets
-        metrics.append(metric)
+    metrics = [
+        spec if isinstance(spec, Metric) else build(METRICS, spec, where=f"{where}[{n}]")
+        for n, spec in enumerate(specs)
+    ]
     for n, metric in enumerate(metrics):
         try:
             metric.check()

@@ -62,8 +62,6 @@ class Metric:
     """The distribution that computes the value; its version is in the provenance."""
     definition = 1
     """The version of a metric that this package computes: another number means that values changed."""
-    sets: Sequence[str] | None = None
-    """Names of the sets of validation data that it scores; None: every set."""
     local: LocalModel | None = None
     """The model that scores, where it is a user's folder."""
 

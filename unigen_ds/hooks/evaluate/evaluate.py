@@ -12,12 +12,12 @@ import torch
 from annotated_types import Ge, Gt
 
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.core.errors import ConfigError, suggestion
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Duration, Progress
-from unigen_ds.evaluation import scoring
 from unigen_ds.evaluation.generation import Answering, trained_family
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import write_results
+from unigen_ds.evaluation.scoring import PREFIX, Evaluation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system import dist
@@ -28,7 +28,6 @@ from unigen_ds.system.seeding import kept_generators
 
 _FOLDER = "evaluations"
 """Folder in the work dir whose ``<update>.json`` has the metrics of an update with their provenance."""
-PREFIX = "val/"
 
 
 @HOOKS.register_module()
@@ -46,8 +45,7 @@ class EvaluateHook(Hook):
             each source; None: all.
         use_ema: the weights are those of the ``EMAHook``.
         metrics: further metrics ([metrics.md](metrics.md)): names, ``['BLEU']``, or components,
-            ``[dict(type='BLEU')]``, each of which may have ``sets``: names of the sets of ``val_dataloader`` that it
-            scores.
+            ``[dict(type='BLEU')]``.
         metric_interval: between computations of the metrics, in ``unit``; None: at every evaluation. At the end of the
             training, and with ``at_start``, they are computed, too.
         max_samples: records at most that the model answers for metrics; None: as many as ``max_batches`` has.
@@ -113,48 +111,24 @@ class EvaluateHook(Hook):
         self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
         if self.metric_interval is not None:
             self._metrics_every = run.ruler.duration(self.metric_interval, self.unit)
-        scoring.check(
-            self._metrics, run.backend, run.validation, where="EvaluateHook.metrics", answering=self._answering
-        )
+        run.validation.check(self._metrics, run.backend, answering=self._answering, where="EvaluateHook.metrics")
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
-        """Raise ``ConfigError`` where no evaluation of this run can have a value of that name. Other hooks ask before
-        their own ``before_run``. ``prefix``: what all names begin with. Which sources and groups of a term have targets
-        is known only after an evaluation, so names below a term are accepted here.
-        """
-        names: list[str] = []
-        for validation in run.validation:
-            begin, terms = validation.name_of("", prefix=prefix), trained_family(run.backend)[0].terms
-            metrics = [f"{begin}{metric.name}" for metric in validation.metrics(self._metrics)]
-            losses = [f"{begin}loss/{term}" for term in terms]
-            names += [f"{begin}loss", *losses, *metrics]
-            if name == f"{begin}loss" or "/".join(name.split("/")[: begin.count("/") + 2]) in losses:
-                return
-            if name.startswith(tuple(metrics)):
-                return
-        raise ConfigError(
-            f"{where} is {name!r}, which no evaluation of this run has",
-            allowed=", ".join(names),
-            remedy=suggestion(name, names),
-        )
+        """``Validation.check_name`` with the metrics of this hook. Other hooks ask before their own ``before_run``."""
+        terms = trained_family(run.backend)[0].terms
+        run.validation.check_name(name, self._metrics, terms, where=where, prefix=prefix)
 
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
         """Where the values ``name`` come from, known before the first. Collective; the same on all ranks."""
         precision = str(run.backend.topology().get("precision"))
-        made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
-        validation = next((one for one in run.validation if name.startswith(one.name_of(""))), run.validation[0])
-        own = name.removeprefix(validation.name_of(""))
-        metrics = [one for one in validation.metrics(self._metrics) if own.startswith(one.name)]
+        options: dict[str, Any] = {
+            "answering": self._answering, "max_batches": self.max_batches, "max_samples": self.max_samples,
+        }  # fmt: skip
 
         def on_main() -> dict[str, str]:
-            losses = scoring.loss_provenance(
-                validation, max_batches=self.max_batches, checkpoint="", precision=precision
-            )
-            if not metrics:
-                return {**losses, **made_by}
-            metric = max(metrics, key=lambda one: len(one.name))
-            data = {key: losses[key] for key in ("num_samples", "samples")} | self._answering.facts()
-            return {**metric.provenance, **data, "max_samples": str(self.max_samples), **made_by}
+            facts = run.validation.provenance(name, self._metrics, precision=precision, **options)
+            made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
+            return {**facts, **made_by}
 
         return dist.on_main(on_main)
 
@@ -190,20 +164,20 @@ class EvaluateHook(Hook):
             hook.after_val(run, values)
         return values
 
-    def _values(self, run: Run) -> scoring.Evaluation:
+    def _values(self, run: Run) -> Evaluation:
         """Losses and, where they are due, the metrics. Collective; the same on all ranks."""
         ema, progress, every = ema_of(run) if self.use_ema else None, run.progress, self._metrics_every
         due = every is None or run.finished or progress.updates == 0 or every.every(progress, self._last_metrics)
         with ema.swapped(run) if ema is not None else nullcontext():
-            evaluation = scoring.evaluate_model(
-                run.backend, run.validation, self._metrics if due else [],
+            evaluation = run.validation.evaluate(
+                run.backend, self._metrics if due else [],
                 checkpoint=f"{run.work_dir} (update {progress.updates}){' EMA' if self.use_ema else ''}",
                 max_batches=self.max_batches, max_samples=self.max_samples, answering=self._answering,
                 made_by={"precision": str(run.backend.topology().get("precision"))},
             )  # fmt: skip
         self._last_metrics = progress if due else self._last_metrics
         self.complete = (due or not self._metrics) and not evaluation.failures
-        if len(evaluation.results) > len(run.validation) and dist.is_main():
+        if evaluation.has_metrics and dist.is_main():
             path = run.work_dir / _FOLDER / f"{progress.updates}.json"
             try:
                 make_directory(path.parent)

@@ -237,9 +237,7 @@ class PreviewHook(Hook):
             datasets = [build(DATASETS, self._held_out, where="PreviewHook.held_out", processor=run.processor)]
             names = source_names(datasets)
         else:
-            sets = [one.data for one in run.validation]
-            datasets = [dataset for one in sets for dataset in one.datasets]
-            names = tuple(f"{one.name}/{name}" if one.name else name for one in sets for name in one.names)
+            datasets, names = [*run.validation.datasets], run.validation.names
         data = Records(datasets, names, run.processor)
         limit = getattr(run.backend.model, "max_document_tokens", None)
         questions: list[Question] = []

@@ -116,7 +116,7 @@ class BestHook(MetricHook):
         if not self._checkpoints(run):
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
         if self._auto:
-            self.metric = run.validation[0].name_of("loss")
+            self.metric = run.validation.main_loss
         super().before_run(run)
 
     def before_update(self, run: Run) -> None:

@@ -57,7 +57,7 @@ class Runner:
         manifest = start.manifest
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor, self.datasets = start.data.processor, start.data.stream.sources
-        self.validation = parts.validation
+        self.validation = parts.start.data.validation
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self.run_id = ""  # known once the work dir is locked

@@ -7,7 +7,6 @@ each with its provenance. Each process has the whole model and its share of the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA
-from unigen_ds.data.settings import ValDataloader
+from unigen_ds.data.settings import evaluation_sections
 from unigen_ds.evaluation.generation import Answering
 from unigen_ds.evaluation.metrics import build_metrics
-from unigen_ds.evaluation.scoring import Evaluation, check, evaluate_model
-from unigen_ds.evaluation.validation import Validation
+from unigen_ds.evaluation.scoring import Evaluation
 from unigen_ds.families.base import family_of
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, settled_precision
 from unigen_ds.runner.open.trained import find_model, open_model, self_contained
@@ -82,7 +80,13 @@ def evaluate(
     if config is None:  # a published directory has weights and sizes, and no training
         training = self_contained(training, directory) if format_ is None else format_.config(directory)
     manifest = Manifest.read(directory) if format_ is None and (directory / FILE_NAME).is_file() else None
-    settings = _settings_of(training, path, data, {"batch_size": batch_size, "seq_length": seq_length})
+    sections = evaluation_sections(training, data, {"batch_size": batch_size, "seq_length": seq_length})
+    if not sections:
+        raise ConfigError(
+            f"no data is named on which {path} is to be evaluated",
+            remedy="--data FILE, or --config with a config that has val_dataloader",
+        )
+    settings = Settings.of_data({**training, **sections})
     if manifest is not None:
         settings = settings.with_choices(seed=int(manifest.loader["seed"]))
     answering = Answering.of(generation, where="generation")
@@ -99,44 +103,16 @@ def evaluate(
         raw = "the weights themselves; --ema evaluates their average, which tools/generate.py and tools/export.py use"
         logger().info("Evaluated: %s.", "the average of the weights (--ema)" if ema else raw)
     geometry = Geometry(settings.train_dataloader.batch_size or 1) if manifest is None else manifest.geometry
-    sets = read_validation(settings, manifest, geometry=geometry)
-    for line in chain.from_iterable(one.start_lines() for one in sets) if dist.is_main() else ():
+    validation = read_validation(settings, manifest, geometry=geometry)
+    for line in validation.start_lines() if dist.is_main() else ():
         logger().info("%s", line)
     precision = settled_precision(
         settings.optim_wrapper.precision, None if manifest is None else manifest.topology.get("precision")
     )
     engine = WholeModel(model, precision=precision)
-    validation = [Validation(one, settings.term_weights) for one in sets]
-    check(built_metrics, engine, validation, answering=answering)
+    validation.check(built_metrics, engine, answering=answering)
     update = "" if manifest is None else f" (update {manifest.progress.updates})"
-    return evaluate_model(
-        engine, validation, built_metrics, checkpoint=f"{directory}{update}{' EMA' if ema else ''}",
+    return validation.evaluate(
+        engine, built_metrics, checkpoint=f"{directory}{update}{' EMA' if ema else ''}",
         max_batches=max_batches, max_samples=max_samples, answering=answering, made_by={"precision": engine.precision},
     )  # fmt: skip
-
-
-def _settings_of(training: Mapping[str, Any], path: Path, data: str | None, own: Mapping[str, int | None]) -> Settings:
-    """The sections that an evaluation uses, with ``own`` keys of each set."""
-    section = dict(training.get("val_dataloader") or {})
-    loaders = {"": section}
-    if ValDataloader.is_several(section):
-        loaders = {name: dict(one) for name, one in section.items() if one is not None}
-    if data is not None:  # the first data set that reads a file reads this one, with its filters; else the usual one
-        first = next(iter(loaders.values()), {})
-        dataset: dict[str, Any] = {"type": "UnifiedGenerationDataset"}
-        sources = [one.get("dataset") or () for one in (first, training.get("train_dataloader") or {})]
-        members = [member for one in sources for member in ([one] if isinstance(one, Mapping) else one)]
-        if reader := next((member for member in members if "data_path" in member), None):
-            dataset = {key: value for key, value in reader.items() if key not in ("name", "format", "num_used_data")}
-        rest = {key: value for key, value in first.items() if key != "split"}
-        loaders = {"": {**rest, "dataset": {**dataset, "data_path": data}}}
-    if not loaders or not all(loaders.values()):
-        raise ConfigError(
-            f"no data is named on which {path} is to be evaluated",
-            remedy="--data FILE, or --config with a config that has val_dataloader",
-        )
-    overrides = {key: value for key, value in own.items() if value is not None}
-    loaders = {name: {**loader, **overrides} for name, loader in loaders.items()}
-    first = next(iter(loaders.values()))
-    trained_on = training.get("train_dataloader") or {"batch_size": 1, "dataset": first.get("dataset")}
-    return Settings.of_data({**training, "train_dataloader": trained_on, "val_dataloader": loaders.get("", loaders)})

@@ -27,7 +27,8 @@ from unigen_ds.data.datasets.overflow import FittedSource, Overflow, check_overf
 from unigen_ds.data.datasets.streamed_units import check_streamed, fit_source
 from unigen_ds.data.datasets.subset import Division, apply_filters, divide, first_records
 from unigen_ds.data.order.order import Cursor, GlobalOrder
-from unigen_ds.data.settings import TrainDataloader
+from unigen_ds.data.settings import TrainDataloader, ValDataloader
+from unigen_ds.evaluation.scoring import Validation
 from unigen_ds.families.base import family_of
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.evaluate.evaluate import EvaluateHook
@@ -107,14 +108,14 @@ class Data:
     processor: Any
     """What ``Family.processor`` has made."""
     stream: SequenceStream
-    validation: Sequence[ValidationData] = ()
-    """Each set of validation data, in the order of the config."""
+    validation: Validation
+    """False where the config has none."""
     skipped_sources: Sequence[SkippedSource] = ()
 
     @property
     def parts(self) -> list[Any]:
         """The training data and, if any, the validation data; each has ``fitted_sources`` and ``names``."""
-        return [self.stream, *self.validation]
+        return [self.stream, self.validation] if self.validation else [self.stream]
 
 
 def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -> Data:
@@ -124,10 +125,9 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
     again = ruler is None or settings.on_data_change == "restart"
     datasets, skips = build_sources(loader.dataset, processor, again=again)
     held_out: list[Any] = []
-    divided_set = settings.val_dataloader.split_section if settings.val_dataloader else None
-    if divided_set is not None and divided_set.split is not None:
-        division = Division(divided_set.split, seed if divided_set.seed is None else divided_set.seed)
-        datasets, held_out = divide(datasets, division)
+    share, seed_of_share = settings.val_dataloader.division if settings.val_dataloader else (None, None)
+    if share is not None:
+        datasets, held_out = divide(datasets, Division(share, seed if seed_of_share is None else seed_of_share))
     overflow = Overflow(loader.seq_length, loader.overflow)
     if loader.max_sample_tokens is not None:
         overflow = replace(overflow, seq_length=loader.max_sample_tokens, key="max_sample_tokens")
@@ -148,25 +148,25 @@ def build_data(settings: Settings, *, geometry: Geometry, ruler: Ruler | None) -
         sequences_per_epoch=ruler.sequences_per_epoch if ruler else None,
         blend=mixture,
     )
-    validation = build_validation_data(settings, processor, held_out, geometry=geometry, again=again)
+    validation = build_validation(settings, processor, held_out, geometry=geometry, again=again)
     return Data(processor, stream, validation, skips)
 
 
-def build_validation_data(
+def build_validation(
     settings: Settings, processor: Any, held_out: Sequence[Any], *, geometry: Geometry, again: bool = True
-) -> list[ValidationData]:
-    """Each set of ``val_dataloader``: its own data sets, or the share ``held_out`` of the training's."""
-    sets, training = [], settings.train_dataloader
-    for set_name, loader in settings.val_dataloader.sets.items() if settings.val_dataloader else ():
+) -> Validation:
+    """What ``val_dataloader`` names: data sets of its own, or the share ``held_out`` of the training's."""
+    training = settings.train_dataloader
+
+    def build(loader: ValDataloader) -> ValidationData:
         datasets = build_sources(loader.dataset, processor, again=again)[0] or held_out
         check_streamed(datasets, what="val_dataloader.dataset")
         members = [(name, one) for name, one in zip(source_names(datasets), datasets, strict=True) if len(one)]
         seq_length = training.seq_length if loader.seq_length is None else loader.seq_length
         overflow = Overflow(seq_length, loader.overflow or training.overflow)
-        data = ValidationData(
+        return ValidationData(
             [FittedSource(dataset, overflow) for _, dataset in members],
             [name for name, _ in members],
-            name=set_name,
             processor=processor,
             seed=settings.seed if loader.seed is None else loader.seed,
             batch_size=loader.batch_size or geometry.batch_size,
@@ -175,8 +175,8 @@ def build_validation_data(
             pin_memory=torch.cuda.is_available() if loader.pin_memory is None else loader.pin_memory,
             timeout=loader.timeout,
         )
-        sets.append(data)
-    return sets
+
+    return Validation(settings.val_dataloader, build, settings.term_weights)
 
 
 def build_processor(settings: ModelSettings, *, seed: int) -> Any:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
 from unigen_ds.data.order.order import Cursor
-from unigen_ds.evaluation.validation import Validation
 from unigen_ds.hooks.base import GoBack, Hook
 from unigen_ds.resume.finding import Finding, model_findings, other_model, other_sizes, refuse
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
@@ -65,7 +63,6 @@ class Parts:
     loader: UpdateLoader
     loader_at: Callable[[Geometry, Cursor], UpdateLoader]
     """Makes another loader of this rank, without workers: to read data again."""
-    validation: Sequence[Validation]
     max_updates: int | None
 
 
@@ -93,7 +90,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         logger, per_epoch = log.logger(), start.ruler.sequences_per_epoch
         for warns, line in start_lines(data.stream):
             logger.log(WARNING if warns else INFO, line)
-        for line in chain.from_iterable(one.start_lines() for one in data.validation):
+        for line in data.validation.start_lines():
             logger.info(line)
         logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, per_epoch)
     return Parts(
@@ -133,7 +130,6 @@ def _loaders(start: Start, backend: Backend, geometry: Geometry) -> dict[str, An
     return {
         "loader": load(geometry=geometry, cursor=start.cursor),
         "loader_at": lambda geometry, cursor: load(geometry=geometry, cursor=cursor, workers=False),
-        "validation": [Validation(one, start.settings.term_weights) for one in start.data.validation],
     }
 
 
@@ -239,7 +235,7 @@ def agree_on_data(settings: Settings, data: build.Data, *, total_sequences: floa
         return
     facts: dict[str, Any] = {"total_sequences": total_sequences}
     for part in data.parts:
-        kind = "data" if part is data.stream else f"validation data {part.name}".rstrip()
+        kind = "data" if part is data.stream else "validation data"
         for name, dataset in zip(part.names, part.datasets, strict=True):
             facts[f"{kind} {name}: records"] = len(dataset)
             facts[f"{kind} {name}: fingerprint"] = dataset.fingerprint

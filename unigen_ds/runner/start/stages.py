@@ -35,10 +35,10 @@ from unigen_ds.core.progress import Duration, Geometry, Progress, Ruler
 from unigen_ds.data.batches.change import DataChange, OnDataChange, compare, continue_stream
 from unigen_ds.data.batches.statistics import check_unusable
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.data.batches.validation_data import ValidationData
 from unigen_ds.data.datasets.dataset import check_readable
 from unigen_ds.data.datasets.overflow import check_overflow, check_positions
 from unigen_ds.data.order.order import Cursor
+from unigen_ds.evaluation.scoring import Validation
 from unigen_ds.models.weights import check_here
 from unigen_ds.optim.optimizer import AUTO_PRECISION, ParamGroup, settled_precision
 from unigen_ds.resume import checklist
@@ -230,22 +230,22 @@ def continue_data(
     return data, change, cursor
 
 
-def read_validation(settings: Settings, manifest: Manifest | None, *, geometry: Geometry) -> Sequence[ValidationData]:
-    """Each set of validation data as the run of ``manifest`` has it; data of the training only where those are divided.
+def read_validation(settings: Settings, manifest: Manifest | None, *, geometry: Geometry) -> Validation:
+    """The validation data as the run of ``manifest`` has it; data of the training only where those are divided.
 
     Raises as ``read_start`` does.
     """
-    if settings.val_dataloader is not None and settings.val_dataloader.split_section is not None:
+    if settings.val_dataloader is not None and settings.val_dataloader.division[0] is not None:
         return continue_data(settings, manifest, geometry=geometry, on_change="append")[0].validation
     processor = build.build_processor(settings, seed=settings.seed)
-    sets = build.build_validation_data(settings, processor, [], geometry=geometry)
-    for error in data_errors(settings, sets):
+    validation = build.build_validation(settings, processor, [], geometry=geometry)
+    for error in data_errors(settings, [validation]):
         raise error
-    return sets
+    return validation
 
 
 def data_errors(settings: Settings, parts: Sequence[Any]) -> Iterator[DataError]:
-    """Why a start would not use the data of ``parts``: ``Data.parts``, or sets of validation data."""
+    """Why a start would not use the data of ``parts``, as of ``Data.parts``."""
     for part in parts:
         unusable = partial(check_unusable, part.fitted_sources, limit=settings.train_dataloader.max_skipped_fraction)
         for check in (partial(check_readable, part.datasets), partial(check_overflow, part.fitted_sources), unusable):
