@@ -1,0 +1,95 @@
+"""``tools/init.py``: from a model and a file to a config that trains; what it cannot decide it asks for by name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.support import image, picture, talk, text, write_jsonl
+from tests.data.text.chat_support import character_tokenizer
+from tests.end_to_end.models.test_vlm_run import losses
+from tests.families.tiny_transformers import write_images, write_language
+from tests.published_run import write_bagel
+from tests.support.golden_files import NANOVLM
+from tools.init import main
+from tools.train import main as train
+from unigen_ds.runner.settings.tree import load_config
+
+CHATS = [talk(text("user", f"is it {a}"), text("assistant", f"{a} {b}")) for a in "abcdef" for b in "ghij"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of each kind, and data for each task."""
+    root = tmp_path_factory.mktemp("init")
+    write_language(root / "qwen3", "qwen3")
+    write_images(root / "llava", "llava")
+    write_bagel(root / "bagel")
+    character_tokenizer().save_pretrained(root / "nanovlm")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(NANOVLM / name, root / "nanovlm" / name)
+    write_jsonl(root / "chats.jsonl", CHATS)
+    for i in range(24):
+        picture(root / "pictures" / f"{i}.png", 32, 16, seed=i)
+        (root / "pictures" / f"{i}.txt").write_text("draw a handwritten one", encoding="utf-8")
+        picture(root / "asked" / f"{i}.png", 32, 16, seed=i)
+    asked = [talk(image("user", f"{i}.png"), text("user", "what"), text("assistant", "red")) for i in range(24)]
+    write_jsonl(root / "asked" / "asked.jsonl", asked)
+    (root / "books").mkdir()
+    for i in range(3):
+        (root / "books" / f"{i}.txt").write_text("what colour is it? " * 40, encoding="utf-8")
+    registry = {"talks": "chats.jsonl", "shown": {"data_path": "pictures", "captions": "understand"}, "broken": 3}
+    (root / "data_registry.json").write_text(json.dumps(registry), encoding="utf-8")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+
+
+def init(model: str, data: str, out: Path, *options: str) -> int:
+    return main(["--model", model, "--data", data, "--out", str(out), *options])
+
+
+CASES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
+    "chat": ("qwen3", "chats.jsonl", (), {"model.type": "CausalLM", "val_dataloader.split": 0.1}),
+    "documents": ("qwen3", "books", (), {"val_dataloader": None, "train_cfg.max_epochs": 1}),
+    "adapters": ("qwen3", "talks", ("--lora", "--epochs", "2"), {"lora.r": 16, "optim_wrapper.optimizer.lr": 1e-4}),
+    "questions": ("llava", "asked/asked.jsonl", ("--lr", "0.002"), {"model.freeze": ["vision_tower"]}),
+    "captions": ("nanovlm", "pictures", (), {"train_dataloader.dataset.captions": "understand"}),
+    "drawing": ("bagel", "pictures", ("--task", "draw"), {"loss_weights.image": 1.0, "processor.text_dropout": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_of_thirty_lines_trains(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The last line of the output is the command that starts it; it learns, and what was decided has its reason."""
+    model, data, options, expected = CASES[name]
+    out = tmp_path / "my.py"
+    assert init(model, data, out, "--work-dir", str(tmp_path / "run"), *options) == 0
+    output = capsys.readouterr().out
+    body = out.read_text(encoding="utf-8").splitlines()
+    assert len(body) <= 30 and all(len(line) <= 120 or str(tmp_path) in line for line in body)
+    config = load_config(out)
+    for key, value in expected.items():
+        node: Any = config
+        for step in key.split("."):
+            node = None if node is None else node.get(step)
+        assert node == value, key
+    for decision in ("model", "data", "trained", "seq_length", "validation", "epochs", "update", "lr", "batch"):
+        assert any(line.split("  ")[0] == decision for line in output.splitlines()), decision
+    last = output.splitlines()[-1]
+    command = shlex.split(last.removeprefix("Start: "))
+    assert last.startswith("Start: ") and command[0] == "python" and command[-1] == str(out)
+    hooks = [hook["type"] for hook in config.custom_hooks]
+    assert hooks == {"documents": [], "drawing": ["EvaluateHook", "EMAHook", "PreviewHook"]}.get(name, ["EvaluateHook"])
+    assert train([*command[2:], "--max-updates", "2"]) == 0
+    assert len(losses(tmp_path / "run")) == 2
