@@ -25,7 +25,7 @@ from unigen_ds.system.pipes import ends_quietly, tool_parser
 def parser() -> argparse.ArgumentParser:
     p = tool_parser("unigen-init", __doc__)
     p.add_argument("--model", required=True, metavar="DIR_OR_NAME",
-                   help="a directory of weights, a name of the hub, a checkpoint, or for a new model a recipe")  # fmt: skip
+                   help="a directory, a name of the hub, a checkpoint, or for a new model a recipe")  # fmt: skip
     p.add_argument("--data", required=True, metavar="FILE_OR_FOLDER",
                    help="records: a file, a folder, a pattern, or a name of data_registry.json beside it")  # fmt: skip
     p.add_argument("--task", choices=TASKS, help="what is learned; needed where the records do not decide it")

@@ -25,8 +25,13 @@ CHATS = [talk(text("user", f"is it {a}"), text("assistant", f"{a} {b}")) for a i
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of each kind, and data for each task."""
     root = tmp_path_factory.mktemp("init")
+    write_inputs(root)
+    return root
+
+
+def write_inputs(root: Path) -> None:
+    """A tiny model of each kind, and data for each task."""
     write_language(root / "qwen3", "qwen3")
     write_images(root / "llava", "llava")
     write_bagel(root / "bagel")
@@ -45,7 +50,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "books" / f"{i}.txt").write_text("what colour is it? " * 40, encoding="utf-8")
     registry = {"talks": "chats.jsonl", "shown": {"data_path": "pictures", "captions": "understand"}, "broken": 3}
     (root / "data_registry.json").write_text(json.dumps(registry), encoding="utf-8")
-    return root
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from unigen_ds.config.paths import tool
 from unigen_ds.config.python_text import python_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
+from unigen_ds.data.datasets.subset import Division
 from unigen_ds.data.text.tokenizers import ModelTokenizer
 from unigen_ds.migration.draft import SECTIONS, recipe
 from unigen_ds.models.lora import candidates
@@ -48,9 +49,7 @@ _ADAPTED = (r"(language_model|text_model)\..*_proj(_moe_gen)?$", r"_proj$", r"."
 _VISION = ("vision_tower", "vision_model", "visual", "vision_encoder")
 """Parts of a model of transformers that its recipe freezes: the first that there is."""
 _LORA_RATE = 1e-4
-_MOST_IN_UPDATE, _LEAST_UPDATES = 64, 50
-_SHARES = ((10_000, 0.01), (500, 0.05), (20, 0.1))
-"""(records at least, share of them for validation)."""
+_MOST_IN_UPDATE, _LEAST_UPDATES, _MOST_EPOCHS = 64, 50, 20
 
 
 @dataclass
@@ -143,7 +142,7 @@ def first_config(
             values["backend"] = {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}
         if work_dir is not None:
             values["work_dir"] = work_dir
-        module, dataset, lengths = _read(config)
+        module, section, dataset = _read(config)
         size = sum(p.numel() for p in module.parameters())
         title = type(getattr(module, "transformers_model", module)).__name__
         config.decide("model", f"{title} with {_count(size)} parameters", f"{inputs.title}; recipe {name}")
@@ -151,11 +150,15 @@ def first_config(
         kinds = (f"{100 * number / records.sampled:.3g} % {KINDS[one]}" for one, number in records.kinds.items())
         config.decide("data", f"{records.total:,} records of {records.dataset['data_path']}", ", ".join(kinds))
         _decide_trained(config, module, base, lora=lora)
-        seq_length, sequences = _decide_length(config, module, lengths)
+        lengths = dataset.lengths()[0]
+        seq_length = _decide_length(config, module, lengths)
+        lengths = lengths[~_decide_validation(config, dataset)]
+        tokens = lengths if records.main_kind == "pretrain" else lengths[lengths <= seq_length]
+        sequences = max(math.ceil(tokens.sum() / seq_length), 1)
         of_device, updates = _decide_updates(config, sequences, epochs=epochs)
         values["train_dataloader"] = {
-            "batch_size": of_device, "seq_length": seq_length, "num_workers": dataset["index_workers"],
-            "packing": {"type": "BestFitPacking"}, "dataset": dataset,
+            "batch_size": of_device, "seq_length": seq_length, "num_workers": section["index_workers"],
+            "packing": {"type": "BestFitPacking"}, "dataset": section,
         }  # fmt: skip
         _decide_hooks(config, updates)
         _decide_optimizer(config, base, lr=lr, scale=recipe_size / size)
@@ -163,15 +166,14 @@ def first_config(
     return config
 
 
-def _read(config: FirstConfig) -> tuple[nn.Module, dict[str, Any], np.ndarray]:
-    """The model without memory, the section of the data, and the tokens of each record."""
-    data = config.data
-    workers = min(4, max(num_cores() // config.world_size, 1), data.total // 1000 + 1)
-    dataset = {"type": "UnifiedGenerationDataset", **data.dataset, "index_workers": workers}
+def _read(config: FirstConfig) -> tuple[nn.Module, dict[str, Any], Any]:
+    """The model without memory, the section of the data, and the data set."""
+    data, workers = config.data, min(4, max(num_cores() // config.world_size, 1), config.data.total // 1000 + 1)
+    section = {"type": "UnifiedGenerationDataset", **data.dataset, "index_workers": workers}
     settings = Settings.from_config({
         **config.values,
         "backend": {"type": "single"},
-        "train_dataloader": {"batch_size": 1, "seq_length": 2**31, "dataset": dataset},
+        "train_dataloader": {"batch_size": 1, "seq_length": 2**31, "dataset": section},
         "optim_wrapper": {"optimizer": {"type": "AdamW", "lr": 1e-4}},
         "train_cfg": {"max_epochs": 1},
     }).with_choices(seed=0, precision="fp32")  # fmt: skip
@@ -186,8 +188,7 @@ def _read(config: FirstConfig) -> tuple[nn.Module, dict[str, Any], np.ndarray]:
     for error in data_errors(settings, read.parts):
         raise error
     with torch.device("meta"):
-        module = build.build_model(settings, read.processor, seed=0)
-    return module, dataset, read.stream.datasets[0].lengths()[0]
+        return build.build_model(settings, read.processor, seed=0), section, read.stream.datasets[0]
 
 
 def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, Any], *, lora: bool) -> None:
@@ -209,9 +210,9 @@ def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, A
         values["processor"] = {**values.get("processor", {}), **dropouts}
 
 
-def _decide_length(config: FirstConfig, module: nn.Module, lengths: np.ndarray) -> tuple[int, int]:
-    """Tokens of a sequence, and sequences of an epoch. A few records that are twice as long as all others are not kept
-    whole: every sequence would need the memory of them.
+def _decide_length(config: FirstConfig, module: nn.Module, lengths: np.ndarray) -> int:
+    """Tokens of a sequence. A few records that are twice as long as all others are not kept whole: every sequence would
+    need the memory of them.
     """
     longest, usual, documents = int(lengths.max()), int(np.percentile(lengths, 99)), config.data.main_kind == "pretrain"
     limit, cuda = getattr(module, "max_document_tokens", None) or 2**31, config.hardware.count > 0
@@ -224,27 +225,31 @@ def _decide_length(config: FirstConfig, module: nn.Module, lengths: np.ndarray) 
     if long := int((lengths > length).sum()):
         why += f"; {long:,} longer ones are {'split' if documents else 'left out'}"
     config.decide("seq_length", f"{length:,} tokens", why + (f"; positions: {limit:,}" if limit < longest else ""))
-    tokens = int(lengths.sum() if documents else lengths[lengths <= length].sum())
-    return length, max(math.ceil(tokens / length), 1)
+    return length
+
+
+def _decide_validation(config: FirstConfig, dataset: Any) -> np.ndarray:
+    """Which records are for validation."""
+    total = len(dataset)
+    for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3):  # each record is drawn on its own: a share of few may have none
+        chosen = Division(share, 0).draw(dataset.content_digests()) < share
+        if chosen.sum() >= min(100, max(total // 20, 2)) and total >= 20:
+            config.values["val_dataloader"] = {"split": share}
+            number = f"{int(chosen.sum()):,} of {total:,} records, never trained on"
+            config.decide("validation", f"a share of {share:g}", number, key="val_dataloader")
+            return chosen
+    config.decide("validation", "none", f"{total:,} records cannot be divided; val_dataloader.dataset names others")
+    return np.zeros(total, bool)
 
 
 def _decide_updates(config: FirstConfig, sequences: int, *, epochs: float | None) -> tuple[int, int]:
     """Sequences of an update on each device, and the number of updates."""
     data, world, why = config.data, config.world_size, "--epochs"
-    share = next((share for least, share in _SHARES if data.total >= least), 0.0)
-    if share:
-        number = f"about {round(data.total * share):,} of {data.total:,} records, never trained on"
-        config.values["val_dataloader"] = {"split": share}
-        config.decide("validation", f"a share of {share:g}", number, key="val_dataloader")
-    else:
-        why = f"{data.total} records are too few to divide; val_dataloader.dataset names other ones"
-        config.decide("validation", "none", why)
     if epochs is None:
-        why = "1 for documents and more than 100,000 records, 10 where images are drawn, else 3; --epochs"
-        many = data.total > 100_000 or data.main_kind == "pretrain"
-        epochs = 1 if many else 10 if data.draws else 3
+        usual = 1 if data.total > 100_000 or data.main_kind == "pretrain" else 10 if data.draws else 3
+        epochs = max(usual, min(math.ceil(_LEAST_UPDATES / sequences), _MOST_EPOCHS))
+        why = "1 for documents and many records, 10 where images are drawn, else 3; more of few; --epochs"
     config.values["train_cfg"] = {"max_epochs": int(epochs) if float(epochs).is_integer() else epochs}
-    sequences = math.ceil(sequences * (1 - share))
     most = min(max(sequences * epochs / _LEAST_UPDATES, world), _MOST_IN_UPDATE)
     of_device = 2 ** int(math.log2(max(most / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
@@ -266,14 +271,14 @@ def _decide_hooks(config: FirstConfig, updates: int) -> None:
         config.decide("average", f"of the weights, momentum {momentum:g}", "pictures are drawn with it")
         if "val_dataloader" in values:
             hooks.append({"type": "PreviewHook", "num_held_out": 4, "interval": interval})
-            config.decide("previews", f"each {interval} updates", "4 records of the validation are drawn")
+            config.decide("previews", f"every {interval} update(s)", "4 records of the validation are drawn")
     values["custom_hooks"] = hooks
     values["default_hooks"] = {
         "logger": {"unit": "update", "interval": _round_number(updates / 100)},
         "checkpoint": {"unit": "update", "interval": interval, "max_keep_ckpts": 2},
     }  # fmt: skip
     best = ", the best by val/loss is kept" if "val_dataloader" in values else ""
-    config.decide("checkpoints", f"each {interval} updates", f"a tenth of the run{best}", key="default_hooks")
+    config.decide("checkpoints", f"every {interval} update(s)", f"a tenth of the run{best}", key="default_hooks")
 
 
 def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float | None, scale: float) -> None:
@@ -327,9 +332,10 @@ def _decide_batch(config: FirstConfig) -> None:
         while peak > memory:
             batch //= 2
             peak = need(batch)
-    why = f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan"
-    split = f"{batch} x {of_device // batch} accumulated"
-    config.decide("batch", split, why, key="train_dataloader")
+    config.decide(
+        "batch", f"{batch} of a device, {of_device // batch} accumulated",
+        f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan", key="train_dataloader",
+    )  # fmt: skip
 
 
 def _count(number: float) -> str:
