@@ -38,7 +38,6 @@ from unigen_ds.runner.start import build
 from unigen_ds.runner.start.stages import data_errors
 from unigen_ds.system.machine import host_memory, num_cores
 
-_WIDTH = 118
 _RECIPES = {
     "DecoderLM": ("decoder_lm_90m", 90e6), "CausalLM": ("qwen_sft", 0.5e9), "ImageTextToText": ("llava_zero2", 7e9),
     "VLM": ("nanovlm_460m", 0.46e9), "UnifiedModel": ("bagel_7b_fsdp", 14e9),
@@ -49,7 +48,10 @@ _ADAPTED = (r"(language_model|text_model)\..*_proj(_moe_gen)?$", r"_proj$", r"."
 _VISION = ("vision_tower", "vision_model", "visual", "vision_encoder")
 """Parts of a model of transformers that its recipe freezes: the first that there is."""
 _LORA_RATE = 1e-4
-_MOST_IN_UPDATE, _LEAST_UPDATES, _MOST_EPOCHS = 64, 50, 20
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
+"""Of the records for validation: the first that has 100 records, or a twentieth of all."""
+_LEAST_RECORDS, _MOST_IN_UPDATE, _LEAST_UPDATES, _MOST_EPOCHS = 20, 64, 50, 20
+_WIDTH = 118
 
 
 @dataclass
@@ -69,11 +71,10 @@ class FirstConfig:
     def world_size(self) -> int:
         return max(self.hardware.count, 1)
 
-    def decide(self, name: str, value: str, why: str, *, key: str | None = None) -> None:
+    def decide(self, name: str, value: str, why: str, *, key: str = "") -> None:
         """``key``: of the config, whose comment ``why`` is."""
         self.decisions[name] = value, why
-        if key is not None:
-            self.comments[key] = why
+        self.comments[key] = why
 
     def lines(self) -> list[str]:
         """The decisions as text."""
@@ -82,11 +83,8 @@ class FirstConfig:
 
     def command(self, out: str) -> str:
         """The command that starts the training."""
-        script = tool("train")
-        if len(script) == 1 and not (near := os.path.relpath(script[0])).startswith(".."):
-            script = [near]
         start = ["python"] if self.world_size == 1 else ["torchrun", "--nproc_per_node", str(self.world_size)]
-        return shlex.join([*start, *script, out])
+        return shlex.join([*start, *(os.path.relpath(one) if "/" in one else one for one in tool("train")), out])
 
     def text(self, out: str) -> str:
         """The whole file."""
@@ -103,13 +101,12 @@ def _section_lines(key: str, value: Any, comment: str) -> Iterator[str]:
     if len(line + comment) <= _WIDTH or not isinstance(value, (Mapping, list)):
         yield line + comment
         return
-    is_list = isinstance(value, list)
-    items = [("", one) for one in value] if is_list else [(f"{name}=", one) for name, one in value.items()]
-    yield f"{key} = {'[' if is_list else 'dict('}{comment}"
+    items = [("", one) for one in value] if isinstance(value, list) else [(f"{k}=", one) for k, one in value.items()]
+    start, end = "[]" if isinstance(value, list) else ("dict(", ")")
+    yield f"{key} = {start}{comment}"
     line = "   "
     for number, (name, one) in enumerate(items, 1):
-        text = f" {name}{python_text(one, '    ', width=_WIDTH - len(name))}"
-        text += "," if number < len(items) else "])"[not is_list]
+        text = f" {name}{python_text(one, '    ', width=_WIDTH - len(name))}{',' if number < len(items) else end}"
         if len(line + text.partition("\n")[0]) > _WIDTH and line.strip():
             yield line
             line = "   "
@@ -142,34 +139,23 @@ def first_config(
             values["backend"] = {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}
         if work_dir is not None:
             values["work_dir"] = work_dir
-        module, section, dataset = _read(config)
-        size = sum(p.numel() for p in module.parameters())
+        module, dataset, section = _read(config)
+        size, records = sum(p.numel() for p in module.parameters()), config.data
         title = type(getattr(module, "transformers_model", module)).__name__
         config.decide("model", f"{title} with {_count(size)} parameters", f"{inputs.title}; recipe {name}")
-        records = config.data
-        kinds = (f"{100 * number / records.sampled:.3g} % {KINDS[one]}" for one, number in records.kinds.items())
-        config.decide("data", f"{records.total:,} records of {records.dataset['data_path']}", ", ".join(kinds))
+        kinds = (f"{100 * n / records.kinds.total():.3g} % {KINDS[one]}" for one, n in records.kinds.items())
+        config.decide("data", f"{len(dataset):,} records of {section['data_path']}", ", ".join(kinds))
         _decide_trained(config, module, base, lora=lora)
-        lengths = dataset.lengths()[0]
-        seq_length = _decide_length(config, module, lengths)
-        lengths = lengths[~_decide_validation(config, dataset)]
-        tokens = lengths if records.main_kind == "pretrain" else lengths[lengths <= seq_length]
-        sequences = max(math.ceil(tokens.sum() / seq_length), 1)
-        of_device, updates = _decide_updates(config, sequences, epochs=epochs)
-        values["train_dataloader"] = {
-            "batch_size": of_device, "seq_length": seq_length, "num_workers": section["index_workers"],
-            "packing": {"type": "BestFitPacking"}, "dataset": section,
-        }  # fmt: skip
-        _decide_hooks(config, updates)
+        _decide_data(config, module, dataset, section, epochs=epochs)
         _decide_optimizer(config, base, lr=lr, scale=recipe_size / size)
         _decide_batch(config)
     return config
 
 
-def _read(config: FirstConfig) -> tuple[nn.Module, dict[str, Any], Any]:
-    """The model without memory, the section of the data, and the data set."""
-    data, workers = config.data, min(4, max(num_cores() // config.world_size, 1), config.data.total // 1000 + 1)
-    section = {"type": "UnifiedGenerationDataset", **data.dataset, "index_workers": workers}
+def _read(config: FirstConfig) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """The model without memory, the data set, and its section."""
+    workers = min(4, max(num_cores() // config.world_size, 1), config.data.total // 1000 + 1)
+    section = {"type": "UnifiedGenerationDataset", **config.data.dataset, "index_workers": workers}
     settings = Settings.from_config({
         **config.values,
         "backend": {"type": "single"},
@@ -178,21 +164,20 @@ def _read(config: FirstConfig) -> tuple[nn.Module, dict[str, Any], Any]:
         "train_cfg": {"max_epochs": 1},
     }).with_choices(seed=0, precision="fp32")  # fmt: skip
     tokenizer = None if settings.tokenizer is None else settings.tokenizer.build()
-    if isinstance(tokenizer, ModelTokenizer) and not tokenizer.chat.chat_template and {*data.kinds} != {"pretrain"}:
+    has_chats = {*config.data.kinds} != {"pretrain"}
+    if isinstance(tokenizer, ModelTokenizer) and not tokenizer.chat.chat_template and has_chats:
         raise ConfigError(
             f"--model {config.model.name} has no chat template, and the records are conversations",
-            allowed="its Instruct or Chat version; or documents, {'text': ...}",
-            remedy="one of them; or a config of your own with tokenizer.chat_template",
+            remedy="its Instruct or Chat version; or documents, {'text': ...}",
         )
     read = build.build_data(settings, geometry=Geometry(1, 1, 1), ruler=None)
     for error in data_errors(settings, read.parts):
         raise error
     with torch.device("meta"):
-        return build.build_model(settings, read.processor, seed=0), section, read.stream.datasets[0]
+        return build.build_model(settings, read.processor, seed=0), read.stream.datasets[0], section
 
 
 def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, Any], *, lora: bool) -> None:
-    """What of the model is trained, and what is left out of conditions meanwhile."""
     values, names = config.values, [name for name, _ in module.named_parameters()]
     vision = next((part for part in _VISION if any(part in name for name in names)), None)
     if lora:
@@ -203,92 +188,87 @@ def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, A
         config.decide("trained", "adapters of rank 16", f"--lora; on {number} linear layers", key="lora")
     elif vision and base["model"].get("freeze"):
         values["model"] = {**values["model"], "freeze": [vision]}
-        config.decide("trained", f"all but {vision}", "as in the recipe; --lora trains adapters alone")
+        config.decide("trained", f"all but {vision}", "as in the recipe; --lora trains adapters alone", key="model")
     else:
         config.decide("trained", "all parameters", "as in the recipe; --lora trains adapters alone")
     if dropouts := {key: value for key, value in (base.get("processor") or {}).items() if key.endswith("_dropout")}:
         values["processor"] = {**values.get("processor", {}), **dropouts}
 
 
-def _decide_length(config: FirstConfig, module: nn.Module, lengths: np.ndarray) -> int:
-    """Tokens of a sequence. A few records that are twice as long as all others are not kept whole: every sequence would
-    need the memory of them.
-    """
-    longest, usual, documents = int(lengths.max()), int(np.percentile(lengths, 99)), config.data.main_kind == "pretrain"
-    limit, cuda = getattr(module, "max_document_tokens", None) or 2**31, config.hardware.count > 0
-    least = 1024 if cuda else 256
-    hold = longest if longest <= max(2 * usual, least) else usual
-    if documents:
-        hold = min(longest, 2048 if cuda else 512)
-    length = min(max(64 * math.ceil(hold / 64), least), limit)
-    why = f"the longest of {len(lengths):,} records has {longest:,}, 99 % have at most {usual:,}"
-    if long := int((lengths > length).sum()):
-        why += f"; {long:,} longer ones are {'split' if documents else 'left out'}"
-    config.decide("seq_length", f"{length:,} tokens", why + (f"; positions: {limit:,}" if limit < longest else ""))
-    return length
-
-
-def _decide_validation(config: FirstConfig, dataset: Any) -> np.ndarray:
-    """Which records are for validation."""
-    total = len(dataset)
-    for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.3):  # each record is drawn on its own: a share of few may have none
-        chosen = Division(share, 0).draw(dataset.content_digests()) < share
-        if chosen.sum() >= min(100, max(total // 20, 2)) and total >= 20:
-            config.values["val_dataloader"] = {"split": share}
-            number = f"{int(chosen.sum()):,} of {total:,} records, never trained on"
+def _decide_data(
+    config: FirstConfig, module: nn.Module, dataset: Any, section: Mapping[str, Any], *, epochs: float | None
+) -> None:
+    """The length of a sequence, the records for validation, the sequences of an update, and intervals."""
+    values, total, lengths, world = config.values, len(dataset), dataset.lengths()[0], config.world_size
+    length = _sequence_length(config, lengths, limit=getattr(module, "max_document_tokens", None) or 2**31)
+    for share in _SHARES if total >= _LEAST_RECORDS else ():  # each record is drawn on its own: of few maybe none
+        is_held_out = Division(share, 0).draw(dataset.content_digests()) < share
+        if is_held_out.sum() >= min(100, max(total // 20, 2)):
+            values["val_dataloader"], lengths = {"split": share}, lengths[~is_held_out]
+            number = f"{total - len(lengths):,} of {total:,} records, never trained on"
             config.decide("validation", f"a share of {share:g}", number, key="val_dataloader")
-            return chosen
-    config.decide("validation", "none", f"{total:,} records cannot be divided; val_dataloader.dataset names others")
-    return np.zeros(total, bool)
-
-
-def _decide_updates(config: FirstConfig, sequences: int, *, epochs: float | None) -> tuple[int, int]:
-    """Sequences of an update on each device, and the number of updates."""
-    data, world, why = config.data, config.world_size, "--epochs"
+            break
+    else:
+        config.decide("validation", "none", f"{total:,} records are too few; val_dataloader.dataset names others")
+    trained = lengths if config.data.is_text else lengths[lengths <= length]
+    sequences, why = max(math.ceil(trained.sum() / length), 1), "--epochs"
     if epochs is None:
-        usual = 1 if data.total > 100_000 or data.main_kind == "pretrain" else 10 if data.draws else 3
+        usual = 1 if total > 100_000 or config.data.is_text else 10 if config.data.draws else 3
         epochs = max(usual, min(math.ceil(_LEAST_UPDATES / sequences), _MOST_EPOCHS))
         why = "1 for documents and many records, 10 where images are drawn, else 3; more of few; --epochs"
-    config.values["train_cfg"] = {"max_epochs": int(epochs) if float(epochs).is_integer() else epochs}
-    most = min(max(sequences * epochs / _LEAST_UPDATES, world), _MOST_IN_UPDATE)
-    of_device = 2 ** int(math.log2(max(most / world, 1)))
+    of_device = 2 ** int(math.log2(max(min(sequences * epochs / _LEAST_UPDATES, _MOST_IN_UPDATE) / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
+    interval = _round_number(updates / 10)
     config.decide("epochs", f"{epochs:g}", why)
     number = f"an epoch has about {sequences:,} sequences; {updates:,} updates in all"
     config.decide("update", f"{of_device * world} sequence(s)", number, key="train_cfg")
-    return of_device, updates
-
-
-def _decide_hooks(config: FirstConfig, updates: int) -> None:
-    values, interval, hooks = config.values, _round_number(updates / 10), list[dict[str, Any]]()
-    if "val_dataloader" in values:
-        hooks.append({"type": "EvaluateHook", "unit": "update", "interval": interval, "save_best": "val/loss"})
-        if values["val_dataloader"]["split"] * config.data.total > 1000:
-            hooks[-1]["max_batches"] = 64
-    if config.data.draws:
-        momentum = max(1e-4, min(0.01, _digit(10 / updates)))
-        hooks.append({"type": "EMAHook", "momentum": momentum})
-        config.decide("average", f"of the weights, momentum {momentum:g}", "pictures are drawn with it")
-        if "val_dataloader" in values:
-            hooks.append({"type": "PreviewHook", "num_held_out": 4, "interval": interval})
-            config.decide("previews", f"every {interval} update(s)", "4 records of the validation are drawn")
-    values["custom_hooks"] = hooks
+    values["train_cfg"] = {"max_epochs": int(epochs) if float(epochs).is_integer() else epochs}
+    values["train_dataloader"] = {
+        "batch_size": of_device, "seq_length": length, "num_workers": section["index_workers"],
+        "packing": {"type": "BestFitPacking"}, "dataset": section,
+    }  # fmt: skip
     values["default_hooks"] = {
         "logger": {"unit": "update", "interval": _round_number(updates / 100)},
         "checkpoint": {"unit": "update", "interval": interval, "max_keep_ckpts": 2},
     }  # fmt: skip
-    best = ", the best by val/loss is kept" if "val_dataloader" in values else ""
+    best = ", and the best by val/loss is kept" if "val_dataloader" in values else ""
     config.decide("checkpoints", f"every {interval} update(s)", f"a tenth of the run{best}", key="default_hooks")
+    hooks: list[dict[str, Any]] = []
+    if best:
+        hooks += [{"type": "EvaluateHook", "unit": "update", "interval": interval, "save_best": "val/loss"}]
+    if config.data.draws:
+        momentum = max(1e-4, min(0.01, _digit(10 / updates)))
+        hooks += [{"type": "EMAHook", "momentum": momentum}]
+        config.decide("average", f"of the weights, momentum {momentum:g}", "pictures are drawn with it")
+    if config.data.draws and best:
+        hooks += [{"type": "PreviewHook", "num_held_out": 4, "interval": interval}]
+        config.decide("previews", f"every {interval} update(s)", "4 records of the validation are drawn")
+    values["custom_hooks"] = hooks
+
+
+def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) -> int:
+    """A few records that are twice as long as all others are not kept whole: each sequence would need their memory."""
+    longest, usual, cuda = int(lengths.max()), int(np.percentile(lengths, 99)), config.hardware.count > 0
+    least = 1024 if cuda else 256
+    hold = longest if longest <= max(2 * usual, least) else usual
+    if config.data.is_text:
+        hold = min(longest, 2048 if cuda else 512)
+    length = min(max(64 * math.ceil(hold / 64), least), limit)
+    why = f"the longest of {len(lengths):,} records has {longest:,}, 99 % have at most {usual:,}"
+    if long := int((lengths > length).sum()):
+        why += f"; {long:,} longer ones are {'split' if config.data.is_text else 'left out'}"
+    config.decide("seq_length", f"{length:,} tokens", why + (f"; positions: {limit:,}" if limit < longest else ""))
+    return length
 
 
 def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float | None, scale: float) -> None:
     """``scale``: parameters of the recipe's model for each of this one: smaller models learn with larger rates."""
-    wrapper, why = base["optim_wrapper"], "--lr"
+    wrapper, why, cpu = base["optim_wrapper"], "--lr", not config.hardware.count
     if lr is None:
         own = _digit(wrapper["optimizer"]["lr"] * min(max(math.sqrt(scale), 1.0), 100.0))
         lr, why = (_LORA_RATE, "of adapters; --lr") if "lora" in config.values else (own, "by its parameters; --lr")
+    precision = "fp32" if cpu else "bf16" if config.hardware.bf16 else "fp16"
     config.decide("lr", f"{lr:g}", why)
-    precision = "fp32" if not config.hardware.count else "bf16" if config.hardware.bf16 else "fp16"
     config.decide("precision", precision, config.hardware.name)
     config.values["optim_wrapper"] = {
         "optimizer": {**wrapper["optimizer"], "lr": lr}, "accumulative_counts": 1, "clip_grad": wrapper["clip_grad"],
@@ -328,10 +308,8 @@ def _decide_batch(config: FirstConfig) -> None:
     if of_device > 1:
         each = max(need(2) - least, 1)
         batch = min(of_device, 2 ** int(math.log2((memory - least) // each + 1)))
-        peak = need(batch)
-        while peak > memory:
+        while (peak := need(batch)) > memory:
             batch //= 2
-            peak = need(batch)
     config.decide(
         "batch", f"{batch} of a device, {of_device // batch} accumulated",
         f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan", key="train_dataloader",
