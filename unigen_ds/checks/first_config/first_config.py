@@ -215,10 +215,13 @@ def _decide_data(
     if epochs is None:
         usual = 1 if total > 100_000 or config.data.is_text else 10 if config.data.draws else 3
         epochs = max(usual, min(math.ceil(_LEAST_UPDATES / sequences), _MOST_EPOCHS))
-        why = "1 for documents and many records, 10 where images are drawn, else 3; more of few; --epochs"
+        why = f"of such records {usual}{', and more as an epoch is short' if epochs > usual else ''}; --epochs"
     of_device = 2 ** int(math.log2(max(min(sequences * epochs / _LEAST_UPDATES, _MOST_IN_UPDATE) / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
-    interval = _round_number(updates / 10)
+    interval, warmup = _round_number(updates / 10), round(0.03 * updates)
+    curve = {"type": "CosineAnnealingLR", "eta_min_ratio": 0.1, "unit": "update", "begin": warmup}
+    rise = {"type": "LinearLR", "start_factor": 0.1, "unit": "update", "begin": 0, "end": warmup}
+    values["param_scheduler"] = [rise, curve] if warmup > 1 else {**curve, "begin": 0}
     config.decide("epochs", f"{epochs:g}", why)
     number = f"an epoch has about {sequences:,} sequences; {updates:,} updates in all"
     config.decide("update", f"{of_device * world} sequence(s)", number, key="train_cfg")
@@ -274,7 +277,6 @@ def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float
         "optimizer": {**wrapper["optimizer"], "lr": lr}, "accumulative_counts": 1, "clip_grad": wrapper["clip_grad"],
         "precision": precision,
     }  # fmt: skip
-    config.values["param_scheduler"] = {"type": "WarmupCosineLR", "warmup_ratio": 0.03, "min_ratio": 0.1}
     if base.get("loss_weights"):
         config.values["loss_weights"] = base["loss_weights"]
 

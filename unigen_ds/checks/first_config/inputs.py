@@ -1,7 +1,7 @@
 """What a first config is made from: the sections of a model, and the records of a data set with what they teach.
 
-A model is a published directory or a name of the hub, as the families recognise it; a checkpoint of this project; or a
-shipped recipe, whose model is new. A data set is a path, a name of ``data_registry.json``, or a name of the hub.
+A model is a published directory or a name of the hub, as the families recognise it, or a shipped recipe: a new model.
+A data set is a path, a name of ``data_registry.json``, or a name of the hub.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from unigen_ds.checkpoint.foreign import HINTS
+from unigen_ds.checkpoint.manifest import FILE_NAME
 from unigen_ds.config.file import shipped_configs
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.paths import is_hub_name
@@ -24,10 +26,10 @@ from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.records.records import Layout, Turn, layout_of
 from unigen_ds.data.samples.processor import is_document
 from unigen_ds.data.sources.find import PATTERN, open_source
-from unigen_ds.families.base import family_of
+from unigen_ds.families.base import family_of, read_statement
 from unigen_ds.families.directories import formats
 from unigen_ds.migration.draft import recipe
-from unigen_ds.runner.open.trained import find_model, import_stored, self_contained
+from unigen_ds.runner.open.trained import import_stored
 
 REGISTRY = "data_registry.json"
 """Beside the data: ``{"short name": "path", "other": {"data_path": "path", ...arguments of the data set}}``."""
@@ -69,7 +71,20 @@ def find_input_model(name: str) -> ModelInput:
         folder, name = folder.parent, str(folder.parent)
     recognised = [one for one in formats() if one.recognises(folder)]
     if not recognised:
-        return _of_checkpoint(name, folder)
+        of_type = read_statement(folder / "config.json").get("model_type")
+        names, remedy = [*shipped_configs(), *names_in(folder.parent)], "another model"
+        what = f"its config.json has model_type {of_type!r}" if of_type else "no family recognises it"
+        if any((folder / one).is_file() for one in (FILE_NAME, *HINTS)):
+            what = "it is a checkpoint, which has no form for others"
+            remedy = f"python tools/export.py {name} OUT (adapters: --merge); then --model OUT"
+        elif not folder.exists():
+            what, remedy = "there is no such folder", suggestion(folder.name, names) or remedy
+        raise ConfigError(
+            f"--model {name}: {what}",
+            allowed="a directory of BAGEL, nanoVLM or a model of transformers that writes texts (config.json,"
+            " tokenizer, weights), OWNER/NAME of the hub, or for a new model the name of a shipped recipe",
+            remedy=remedy,
+        )
     format_ = next((one for one in recognised if one.complete), recognised[-1])  # the general one has chat templates
     sections = format_.config(folder)
     if not format_.pretrained:
@@ -79,22 +94,8 @@ def find_input_model(name: str) -> ModelInput:
     return ModelInput(name, format_.name, sections)
 
 
-def _of_checkpoint(name: str, folder: Path) -> ModelInput:
-    try:
-        directory, _, config = find_model(folder, tag=None, config=None, allow_custom_imports=False)
-    except CheckpointError as error:
-        beside = [one.name for one in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ConfigError(
-            f"--model {name}: {error.problem}",
-            allowed="a directory of BAGEL, nanoVLM or a model of transformers that writes texts (config.json,"
-            " tokenizer, weights), OWNER/NAME of the hub, a checkpoint of this project, or the name of a shipped recipe",
-            remedy=suggestion(folder.name, [*shipped_configs(), *beside]),
-        ) from error
-    if config.get("lora"):
-        remedy = f"python tools/export.py {name} MERGED --merge; then --model MERGED"
-        raise ConfigError(f"--model {name} has adapters alone", remedy=remedy)
-    whole = self_contained(config, directory)
-    return ModelInput(name, "a checkpoint", {**{k: whole[k] for k in _SECTIONS if whole.get(k)}, "load_from": name})
+def names_in(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def dataset_arguments(name: str) -> dict[str, Any]:
         f"--data {name}: there is no such file or folder, and {registry}"
         + (f" has the names {', '.join(entries)}" if entries else " is not there"),
         allowed="a file, a folder, a pattern, OWNER/NAME of the hub, or a name of that file",
-        remedy=suggestion(path.name, [*entries, *(os.listdir(path.parent) if path.parent.is_dir() else [])]),
+        remedy=suggestion(path.name, [*entries, *names_in(path.parent)]),
     )
 
 
