@@ -55,12 +55,15 @@ def main(argv: list[str] | None = None) -> int:
     from unigen_ds.system import log
 
     log.setup(rank=0, level="WARNING")
-    names = ("task", "lora", "epochs", "lr", "work_dir")
+    names = ("task", "lora", "epochs", "lr")
     config = first_config(arguments.model, arguments.data, **{name: getattr(arguments, name) for name in names})
+    if arguments.work_dir:
+        config.values["work_dir"] = arguments.work_dir
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(config.text(str(out)), encoding="utf-8")
     print("\n".join([*config.lines(), "", f"Written: {out}", ""]))
-    results = dry_run(Options(str(out), world_size=config.world_size))
+    number = max(100 // config.values["train_dataloader"]["batch_size"], 1)  # micro-batches, of about 100 sequences
+    results = dry_run(Options(str(out), world_size=config.world_size, num_batches=number))
     problems = any(result.status == "problem" for result in results)
     print("\n".join(lines(results, title=f"Dry run of {out}")))
     print(f"\n{'When the problems are solved' if problems else 'Start'}: {config.command(str(out))}")

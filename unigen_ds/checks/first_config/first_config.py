@@ -115,14 +115,7 @@ def _section_lines(key: str, value: Any, comment: str) -> Iterator[str]:
 
 
 def first_config(
-    model: str,
-    data: str,
-    *,
-    task: str | None = None,
-    lora: bool = False,
-    epochs: float | None = None,
-    lr: float | None = None,
-    work_dir: str | None = None,
+    model: str, data: str, *, task: str | None, lora: bool, epochs: float | None, lr: float | None
 ) -> FirstConfig:
     """Decide on a config for this machine. ``task``: of ``KINDS``; None: as the records are. The index of the data is
     cached beside it, as by a start. Raises ``ConfigError`` where something must be stated or cannot work together, and
@@ -133,14 +126,11 @@ def first_config(
         inputs = find_input_model(model)
         config = FirstConfig(inputs, find_input_data(data, task=task, model=inputs), hardware)
         name, recipe_size = next(_RECIPES[one.__name__] for one in inputs.kind.__mro__ if one.__name__ in _RECIPES)
-        values, base = config.values, recipe(name)
-        values |= {**inputs.sections, "backend": {"type": "single"}}
-        if config.world_size > 1:
-            values["backend"] = {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}
-        if work_dir is not None:
-            values["work_dir"] = work_dir
+        base, records = recipe(name), config.data
+        sharded = {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}
+        config.values |= {**inputs.sections, "backend": sharded if config.world_size > 1 else {"type": "single"}}
         module, dataset, section = _read(config)
-        size, records = sum(p.numel() for p in module.parameters()), config.data
+        size = sum(p.numel() for p in module.parameters())
         title = type(getattr(module, "transformers_model", module)).__name__
         config.decide("model", f"{title} with {_count(size)} parameters", f"{inputs.title}; recipe {name}")
         kinds = (f"{100 * n / records.kinds.total():.3g} % {KINDS[one]}" for one, n in records.kinds.items())
@@ -179,18 +169,16 @@ def _read(config: FirstConfig) -> tuple[nn.Module, Any, dict[str, Any]]:
 
 def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, Any], *, lora: bool) -> None:
     values, names = config.values, [name for name, _ in module.named_parameters()]
-    vision = next((part for part in _VISION if any(part in name for name in names)), None)
+    vision = next((part for part in _VISION if any(part in name for name in names)), "")
+    what, why = "all parameters", "as in the recipe; --lora trains adapters alone"
     if lora:
         linear = candidates(module)
         pattern = next(one for one in _ADAPTED if any(re.search(one, layer) for layer in linear))
         values["lora"] = {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": pattern}
-        number = sum(bool(re.search(pattern, layer)) for layer in linear)
-        config.decide("trained", "adapters of rank 16", f"--lora; on {number} linear layers", key="lora")
+        what, why = "adapters", f"--lora; on {sum(bool(re.search(pattern, one)) for one in linear)} linear layers"
     elif vision and base["model"].get("freeze"):
-        values["model"] = {**values["model"], "freeze": [vision]}
-        config.decide("trained", f"all but {vision}", "as in the recipe; --lora trains adapters alone", key="model")
-    else:
-        config.decide("trained", "all parameters", "as in the recipe; --lora trains adapters alone")
+        values["model"], what = {**values["model"], "freeze": [vision]}, f"all but {vision}"
+    config.decide("trained", what, why, key="lora" if lora else "model")
     if dropouts := {key: value for key, value in (base.get("processor") or {}).items() if key.endswith("_dropout")}:
         values["processor"] = {**values.get("processor", {}), **dropouts}
 
@@ -266,19 +254,16 @@ def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) ->
 
 def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float | None, scale: float) -> None:
     """``scale``: parameters of the recipe's model for each of this one: smaller models learn with larger rates."""
-    wrapper, why, cpu = base["optim_wrapper"], "--lr", not config.hardware.count
-    if lr is None:
-        own = _digit(wrapper["optimizer"]["lr"] * min(max(math.sqrt(scale), 1.0), 100.0))
-        lr, why = (_LORA_RATE, "of adapters; --lr") if "lora" in config.values else (own, "by its parameters; --lr")
-    precision = "fp32" if cpu else "bf16" if config.hardware.bf16 else "fp16"
+    optimizer, why = base["optim_wrapper"]["optimizer"], "--lr" if lr else "by its parameters; --lr"
+    lr = lr or (_LORA_RATE if "lora" in config.values else _digit(optimizer["lr"] * min(max(scale**0.5, 1), 100)))
+    precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.count else "fp32"
     config.decide("lr", f"{lr:g}", why)
     config.decide("precision", precision, config.hardware.name)
     config.values["optim_wrapper"] = {
-        "optimizer": {**wrapper["optimizer"], "lr": lr}, "accumulative_counts": 1, "clip_grad": wrapper["clip_grad"],
-        "precision": precision,
+        "optimizer": {**optimizer, "lr": lr}, "accumulative_counts": 1,
+        "clip_grad": base["optim_wrapper"]["clip_grad"], "precision": precision,
     }  # fmt: skip
-    if base.get("loss_weights"):
-        config.values["loss_weights"] = base["loss_weights"]
+    config.values |= {key: base[key] for key in ("loss_weights",) if base.get(key)}
 
 
 def _decide_batch(config: FirstConfig) -> None:
@@ -295,27 +280,33 @@ def _decide_batch(config: FirstConfig) -> None:
             raise ConfigError(f"the memory of this config cannot be planned: {engine['problem']}")
         return max(engine["device"].values())
 
-    least = need(1)
-    if least > memory:
+    def largest() -> tuple[int, int]:
+        """The largest batch for which there is memory, and its bytes; of 1 also where there is not."""
+        most = need(of_device)
+        if most <= memory or of_device == 1:
+            return of_device, most
+        least = need(1)
+        batch = 2 ** int(math.log2(max((memory - least) * (of_device - 1) / (most - least), 0) + 1))
+        while batch > 1:
+            if (peak := need(batch)) <= memory:
+                return batch, peak
+            batch //= 2
+        return 1, need(1)
+
+    batch, peak = largest()
+    if peak > memory:
         values["model"] = {**values["model"], "activation_checkpointing": True}
         config.decide("layers", "are computed again in the backward pass", "they do not fit otherwise", key="model")
-        least = need(1)
-    if least > memory:
+        batch, peak = largest()
+    if peak > memory:
         raise ConfigError(
             f"{config.decisions['model'][0]}: an update of one sequence of {loader['seq_length']:,} tokens needs"
-            f" {least / GIB:.1f} GiB of a device, and this machine has {memory / GIB:.1f}",
+            f" {peak / GIB:.1f} GiB of a device, and this machine has {memory / GIB:.1f}",
             remedy="a smaller model" if "lora" in values else "--lora, or a smaller model",
         )
-    batch, peak = 1, least
-    if of_device > 1:
-        each = max(need(2) - least, 1)
-        batch = min(of_device, 2 ** int(math.log2((memory - least) // each + 1)))
-        while (peak := need(batch)) > memory:
-            batch //= 2
-    config.decide(
-        "batch", f"{batch} of a device, {of_device // batch} accumulated",
-        f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan", key="train_dataloader",
-    )  # fmt: skip
+    what = f"{batch} of a device, {of_device // batch} accumulated"
+    why = f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan"
+    config.decide("batch", what, why, key="train_dataloader")
 
 
 def _count(number: float) -> str:
