@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -16,8 +18,12 @@ from tests.end_to_end.models.test_vlm_run import losses
 from tests.families.tiny_transformers import write_images, write_language
 from tests.published_run import write_bagel
 from tests.support.golden_files import NANOVLM
+from tests.support.needs import slow
 from tools.init import main
 from tools.train import main as train
+from unigen_ds.checks.dry_run.known import Hardware
+from unigen_ds.checks.first_config import first_config
+from unigen_ds.checks.memory.planned import GIB
 from unigen_ds.runner.settings.tree import load_config
 
 CHATS = [talk(text("user", f"is it {a}"), text("assistant", f"{a} {b}")) for a in "abcdef" for b in "ghijklm"]
@@ -71,7 +77,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["chat", *slow(*(name for name in CASES if name != "chat"))])
 def test_a_config_of_thirty_lines_trains(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -98,3 +104,70 @@ def test_a_config_of_thirty_lines_trains(
     assert hooks == {"documents": [], "drawing": ["EvaluateHook", "EMAHook", "PreviewHook"]}.get(name, ["EvaluateHook"])
     assert train([*command[2:], "--max-updates", "2"]) == 0
     assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
+def test_on_several_devices_it_is_sharded_and_started_by_torchrun(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned without a device, as many processes as there are devices."""
+
+    def devices() -> Hardware:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        return Hardware(2, "a device", memory=80 * GIB)
+
+    monkeypatch.setattr(first_config, "find_and_hide_devices", devices)
+    out = tmp_path / "my.py"
+    assert init("qwen3", "chats.jsonl", out) == 0
+    config, output = load_config(out), capsys.readouterr().out
+    assert config.backend == {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}
+    assert config.optim_wrapper.precision == "bf16" and config.train_dataloader.seq_length == 256, "its positions"
+    assert "Start: torchrun --nproc_per_node 2 " in output and "2 sequence(s)" in output
+
+
+REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "a misspelt file": ("qwen3", "chat.jsonl", (), "did you mean 'chats.jsonl'"),
+    "a misspelt name": ("qwen3", "talk", (), "has the names talks, shown, broken.*did you mean 'talks'"),
+    "a wrong entry": ("qwen3", "broken", (), "broken is 3.*Allowed: a path, or an object with data_path"),
+    "a misspelt model": ("qwen", "chats.jsonl", (), "there is no such folder.*did you mean 'qwen3'"),
+    "a model that only reads": ("bert", "chats.jsonl", (), "its config.json has model_type 'bert'.*Allowed"),
+    "a checkpoint": ("run", "chats.jsonl", (), r"it is a checkpoint.*tools/export.py run OUT"),
+    "a model without a chat template": ("base", "chats.jsonl", (), "base has no chat template.*Instruct"),
+    "either way": ("bagel", "pictures", (), "40 of 40 records are an image with a text.*--task draw.*--task caption"),
+    "images for a model of texts": ("qwen3", "asked/asked.jsonl", (), "40 of 40 records of .* have an image.*CausalLM"),
+    "drawing by a model that reads": ("llava", "pictures", ("--task", "draw"), "40 of 40 .* cannot draw.*BAGEL"),
+    "another task": ("qwen3", "chats.jsonl", ("--task", "edit"), "no record of it, of 42.*Allowed: 42 chat"),
+    "no layout": ("qwen3", "pairs.jsonl", (), "the record has: question, answer.*data_registry.json"),
+    "no epoch": ("qwen3", "chats.jsonl", ("--epochs", "0"), "--epochs 0.*a number above 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_decide_it_asks_for_by_name(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    model, data, options, message = REFUSED[name]
+    if not (root / "base").exists():
+        write_language(root / "base", "qwen3", template="")
+        write_jsonl(root / "pairs.jsonl", [{"question": "a", "answer": "b"}])
+        for file, content in {
+            "bert/config.json": '{"model_type": "bert", "architectures": ["BertModel"]}',
+            "run/last_checkpoint": "run/iter_1.pth",
+        }.items():
+            (root / file).parent.mkdir()
+            (root / file).write_text(content, encoding="utf-8")
+    assert init(model, data, tmp_path / "my.py", *options) in (1, 2)
+    error = capsys.readouterr().err
+    assert re.search(message, error.splitlines()[-1]), error
+    assert not (tmp_path / "my.py").exists()
+
+
+def test_a_file_that_exists_is_replaced_by_force_alone(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "my.py"
+    out.write_text("mine", encoding="utf-8")
+    assert init("qwen3", "chats.jsonl", out) == 2
+    assert "my.py exists. Remedy: another name, or --force" in capsys.readouterr().err and out.read_text() == "mine"
+    assert init("qwen3", "nothing", out, "--force") == 2 and out.read_text() == "mine"
+    assert init("qwen3", "chats.jsonl", tmp_path / "my.txt") == 2

@@ -49,8 +49,8 @@ _VISION = ("vision_tower", "vision_model", "visual", "vision_encoder")
 """Parts of a model of transformers that its recipe freezes: the first that there is."""
 _LORA_RATE = 1e-4
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
-"""Of the records for validation: the first that has 100 records, or a twentieth of all."""
-_LEAST_RECORDS, _MOST_IN_UPDATE, _LEAST_UPDATES, _MOST_EPOCHS = 20, 64, 50, 20
+"""Of the records for validation: the first that has 100 records, or a twentieth of all, but 4."""
+_MOST_IN_UPDATE, _LEAST_UPDATES, _MOST_EPOCHS = 64, 50, 20
 _WIDTH = 118
 
 
@@ -189,9 +189,10 @@ def _decide_data(
     """The length of a sequence, the records for validation, the sequences of an update, and intervals."""
     values, total, lengths, world = config.values, len(dataset), dataset.lengths()[0], config.world_size
     length = _sequence_length(config, lengths, limit=getattr(module, "max_document_tokens", None) or 2**31)
-    for share in _SHARES if total >= _LEAST_RECORDS else ():  # each record is drawn on its own: of few maybe none
-        is_held_out = Division(share, 0).draw(dataset.content_digests()) < share
-        if is_held_out.sum() >= min(100, max(total // 20, 2)):
+    least = min(100, max(total // 20, 4))
+    for share in (share for share in _SHARES if share * total >= least):
+        is_held_out = Division(share, 0).draw(dataset.content_digests()) < share  # each record is drawn on its own
+        if is_held_out.sum() >= least / 2:
             values["val_dataloader"], lengths = {"split": share}, lengths[~is_held_out]
             number = f"{total - len(lengths):,} of {total:,} records, never trained on"
             config.decide("validation", f"a share of {share:g}", number, key="val_dataloader")
@@ -254,8 +255,10 @@ def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) ->
 
 def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float | None, scale: float) -> None:
     """``scale``: parameters of the recipe's model for each of this one: smaller models learn with larger rates."""
-    optimizer, why = base["optim_wrapper"]["optimizer"], "--lr" if lr else "by its parameters; --lr"
-    lr = lr or (_LORA_RATE if "lora" in config.values else _digit(optimizer["lr"] * min(max(scale**0.5, 1), 100)))
+    optimizer, own = base["optim_wrapper"]["optimizer"], (_LORA_RATE, "of adapters; --lr")
+    if "lora" not in config.values:
+        own = _digit(optimizer["lr"] * min(max(scale**0.5, 1), 100)), "by the number of parameters; --lr"
+    lr, why = (lr, "--lr") if lr else own
     precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.count else "fp32"
     config.decide("lr", f"{lr:g}", why)
     config.decide("precision", precision, config.hardware.name)
