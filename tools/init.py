@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         config.values["work_dir"] = arguments.work_dir
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(config.text(str(out)), encoding="utf-8")
-    print("\n".join([*config.lines(), "", f"Written: {out}", ""]))
+    print(f"\nWritten: {out}\n", flush=True)
     number = max(100 // config.values["train_dataloader"]["batch_size"], 1)  # micro-batches, of about 100 sequences
     results = dry_run(Options(str(out), world_size=config.world_size, num_batches=number))
     problems = any(result.status == "problem" for result in results)

@@ -56,7 +56,7 @@ _WIDTH = 118
 
 @dataclass
 class FirstConfig:
-    """The config in the making, each decision with its reason."""
+    """The config in the making. Each decision is printed with its reason."""
 
     model: ModelInput
     data: DataInput
@@ -75,11 +75,7 @@ class FirstConfig:
         """``key``: of the config, whose comment ``why`` is."""
         self.decisions[name] = value, why
         self.comments[key] = why
-
-    def lines(self) -> list[str]:
-        """The decisions as text."""
-        width = max(map(len, self.decisions))
-        return [f"{name:<{width}}  {value}: {why}" for name, (value, why) in self.decisions.items()]
+        print(f"{name:<12} {value}: {why}", flush=True)
 
     def command(self, out: str) -> str:
         """The command that starts the training."""
@@ -274,27 +270,21 @@ def _decide_batch(config: FirstConfig) -> None:
     values, loader, memory = config.values, config.values["train_dataloader"], config.hardware.memory
     of_device = loader["batch_size"]
 
-    def need(batch: int) -> int:
-        """Bytes of a device."""
-        loader["batch_size"], values["optim_wrapper"]["accumulative_counts"] = batch, of_device // batch
-        report = plan_memory(values, world_size=config.world_size, alternatives=False)
-        engine = report_values(report, Reserve(2 * GIB, 0.05, 0))["engines"][0]
-        if engine["problem"] is not None:
-            raise ConfigError(f"the memory of this config cannot be planned: {engine['problem']}")
-        return max(engine["device"].values())
-
     def largest() -> tuple[int, int]:
         """The largest batch for which there is memory, and its bytes; of 1 also where there is not."""
-        most = need(of_device)
-        if most <= memory or of_device == 1:
-            return of_device, most
-        least = need(1)
-        batch = 2 ** int(math.log2(max((memory - least) * (of_device - 1) / (most - least), 0) + 1))
-        while batch > 1:
-            if (peak := need(batch)) <= memory:
+        batch = of_device
+        while True:
+            loader["batch_size"], values["optim_wrapper"]["accumulative_counts"] = batch, of_device // batch
+            report = plan_memory(values, world_size=config.world_size, alternatives=False)
+            engine = report_values(report, Reserve(2 * GIB, 0.05, 0))["engines"][0]
+            if engine["problem"] is not None:
+                raise ConfigError(f"the memory of this config cannot be planned: {engine['problem']}")
+            peak, state = max(engine["device"].values()), engine["traced"]["held"] + engine["traced"]["masters"]
+            if peak <= memory or batch == 1:
                 return batch, peak
-            batch //= 2
-        return 1, need(1)
+            fixed = 2 * GIB + 1.05 * state  # weights, moments and gradients; the rest grows with the batch
+            fitting = (memory - fixed) * batch / max(peak - fixed, 1)
+            batch = min(batch // 2, 2 ** int(math.log2(max(fitting, 1))))
 
     batch, peak = largest()
     if peak > memory:
