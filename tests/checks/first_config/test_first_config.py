@@ -85,11 +85,11 @@ def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("lengths", "kind", "limit", "length", "reason"),
     [
-        ([100] * 9 + [1100], "chat", 2048, 1152, "the longest of 10 records has 1,100"),
+        ([100] * 9 + [1100], "chat", 2048, 1152, "the longest record has 1,100"),
         ([100] * 999 + [9000], "chat", 2**31, 1024, "; 1 longer ones are left out"),
-        ([100] * 9, "chat", 2048, 1024, "99 % have at most 100"),
+        ([100] * 9, "chat", 2048, 1024, "99 % at most 100"),
         ([3000] * 9, "pretrain", 2**31, 2048, "; 9 longer ones are split"),
-        ([1500] * 9, "chat", 1000, 1000, "; 9 longer ones are left out; positions: 1,000"),
+        ([1500] * 9, "chat", 1000, 1000, "; 9 longer ones are left out; positions 1,000"),
     ],
 )
 def test_the_length_of_a_sequence(lengths: list[int], kind: str, limit: int, length: int, reason: str) -> None:

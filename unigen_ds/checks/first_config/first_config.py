@@ -174,7 +174,7 @@ def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, A
         what, why = "adapters", f"--lora; on {sum(bool(re.search(pattern, one)) for one in linear)} linear layers"
     elif vision and base["model"].get("freeze"):
         values["model"], what = {**values["model"], "freeze": [vision]}, f"all but {vision}"
-    config.decide("trained", what, why, key="lora" if lora else "model")
+    config.decide("trained", what, why, key="lora" if lora else "")
     if dropouts := {key: value for key, value in (base.get("processor") or {}).items() if key.endswith("_dropout")}:
         values["processor"] = {**values.get("processor", {}), **dropouts}
 
@@ -200,7 +200,7 @@ def _decide_data(
     if epochs is None:
         usual = 1 if total > 100_000 or config.data.is_text else 10 if config.data.draws else 3
         epochs = max(usual, min(math.ceil(_LEAST_UPDATES / sequences), _MOST_EPOCHS))
-        why = f"of such records {usual}{', and more as an epoch is short' if epochs > usual else ''}; --epochs"
+        why = "usual are 3, of images 10, of documents 1; more where an epoch is short; --epochs"
     of_device = 2 ** int(math.log2(max(min(sequences * epochs / _LEAST_UPDATES, _MOST_IN_UPDATE) / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
     interval, warmup = _round_number(updates / 10), round(0.03 * updates)
@@ -242,10 +242,11 @@ def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) ->
     if config.data.is_text:
         hold = min(longest, 2048 if cuda else 512)
     length = min(max(64 * math.ceil(hold / 64), least), limit)
-    why = f"the longest of {len(lengths):,} records has {longest:,}, 99 % have at most {usual:,}"
+    why = f"the longest record has {longest:,}, 99 % at most {usual:,}"
     if long := int((lengths > length).sum()):
         why += f"; {long:,} longer ones are {'split' if config.data.is_text else 'left out'}"
-    config.decide("seq_length", f"{length:,} tokens", why + (f"; positions: {limit:,}" if limit < longest else ""))
+    why += f"; positions {limit:,}" if limit < longest else ""
+    config.decide("seq_length", f"{length:,} tokens", why, key="train_dataloader")
     return length
 
 
@@ -299,7 +300,7 @@ def _decide_batch(config: FirstConfig) -> None:
         )
     what = f"{batch} of a device, {of_device // batch} accumulated"
     why = f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan"
-    config.decide("batch", what, why, key="train_dataloader")
+    config.decide("batch", what, why, key="backend")
 
 
 def _count(number: float) -> str:
