@@ -3,7 +3,7 @@
 # make test    lint, types and the tests, but for the slow ones
 # make slow    the tests that make test leaves out (twelve minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
-# make docs    the tables of docs/configs.md, from the settings and the docstrings of components
+# make docs    the tables of docs/configs/, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
@@ -109,7 +109,7 @@ mutations: $(VENV)/.stamp-test
 	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(MUTATE)
 
-# The tables of docs/configs.md, from the settings and the docstrings of components.
+# The tables of docs/configs/, from the settings and the docstrings of components.
 docs: $(VENV)/.stamp-test
 	$(BIN)/python docs/generate.py
 

@@ -310,7 +310,7 @@ DOCUMENTED = {
     "checks/memory/traced.py": {"built", "held"}, "runner/loop/runner.py": {"done"}, "schedule/curves.py": {"given"},
     "tests/plugin": {"skipped"}, "tests/end_to_end/own_parts": {"known"},
 }  # fmt: skip
-"""Start of a path -> names of ``docs/extending.md``, and keys of files, that are participles."""
+"""Start of a path -> names of ``docs/extending``, and keys of files, that are participles."""
 
 
 def test_names_say_what_a_thing_is() -> None:

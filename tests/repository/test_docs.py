@@ -40,7 +40,7 @@ def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-# --- docs/configs.md ----------------------------------------------------------------------------------------------
+# --- docs/configs/index.md ----------------------------------------------------------------------------------------------
 
 
 def schema_keys() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""docs/extending.md: its code is that of ``tests/plugin``, all of it, and its tables are the interfaces."""
+"""docs/extending/index.md: its code is that of ``tests/plugin``, all of it, and its tables are the interfaces."""
 
 from __future__ import annotations
 

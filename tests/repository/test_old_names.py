@@ -1,4 +1,4 @@
-"""docs/migrating.md has every name of the five old guides, and what it names here exists."""
+"""docs/migrating/index.md has every name of the five old guides, and what it names here exists."""
 
 from __future__ import annotations
 

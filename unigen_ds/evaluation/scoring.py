@@ -263,7 +263,7 @@ class Validation:
 def _check(metrics: Sequence[Metric], backend: Any, data: ValidationData, *, where: str, answering: Answering) -> None:
     """``Validation.check`` of one set."""
     limit = getattr(backend.model, "max_document_tokens", None)
-    by_hand = "; score answers of your own: docs/metrics.md#answers-of-your-own"
+    by_hand = "; score answers of your own: docs/evaluation/metrics.md#answers-of-your-own"
     for kind, names in _kinds(metrics).items():
         if kind != "text":
             answering.drawing(backend)
