@@ -135,9 +135,7 @@ KEYS: dict[str, Key] = {
     "randomness.diff_rank_seed": Key("every sample has a seed of its own", (False,)),
     "val_cfg": Key("EvaluateHook evaluates, in the precision of the training"),
     "val_evaluator": Key(
-        "there is none",
-        _EMPTY,
-        "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation/metrics.md",
+        "there is none", _EMPTY, "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation"
     ),
     "val_interval": Key("", _NEVER, _EVALUATION),
     "val_begin": Key("", _NEVER, _EVALUATION),

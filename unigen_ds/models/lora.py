@@ -34,7 +34,7 @@ from unigen_ds.system.outputs import save_safetensors
 
 ADAPTER = "default"
 """peft's name of the one set of adapters."""
-_peft = partial(import_optional, "peft", "lora", install="'unigen_ds[LoRA]'")
+_peft = partial(import_optional, "peft", "lora", install="'unigen_ds[lora]'")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

@@ -141,8 +141,7 @@ class UnifiedModel(PretrainedModel):
     Args:
         llm: sizes under Qwen2's names and ``dropout``, [its keys](configs/model.md#unifiedmodel); those that
             ``pretrained`` does not have.
-        vit: sizes under SigLIP's names, [its keys](configs/model.md#unifiedmodel); those that ``pretrained`` does not
-            have.
+        vit: sizes under SigLIP's names, [its keys](configs/model.md#unifiedmodel); those that ``pretrained`` lacks.
         vae: component: the autoencoder, frozen, whole on every process, in fp32; needed where ``pretrained`` has none.
         latent_patch_size: side of a latent patch, in latent pixels; as ``pretrained`` has it, else 2.
         max_latent_size: rows and columns of the latent position table, in patches: the largest image; as ``pretrained``

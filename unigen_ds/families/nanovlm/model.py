@@ -88,9 +88,8 @@ class VLM(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
 
     Args:
-        llm: sizes under Llama's names, [its keys](configs/model.md#vlm); what is left out is SmolLM2-360M's.
-        vit: sizes under SigLIP's names, [its keys](configs/model.md#vlm); what is left out is
-            SigLIP2-base-patch16-512's.
+        llm: sizes under Llama's names, [its keys](configs/model.md#vlm); the others are SmolLM2-360M's.
+        vit: sizes under SigLIP's names, [its keys](configs/model.md#vlm); the others are SigLIP2-base-patch16-512's.
         pixel_shuffle_factor: a square of so many patches a side becomes one token; 4 where ``pretrained`` has none: 512
             x 512 pixels are 64 tokens.
         freeze: any of ``vit``, ``llm``, ``connector``: no gradient, bit-identical after training.
