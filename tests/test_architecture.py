@@ -246,9 +246,9 @@ def test_every_package_has_an_init() -> None:
 # Everything from here on contains the words itself and is not searched.
 
 PLAIN_TEXT = (
-    "README.md", "docs/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py", "tests/golden/*.md",
+    "README.md", "docs/**/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py",
     "tests/checkpoint/**/*.py", "tests/data/**/*.py", "tests/hooks/**/*.py", "tests/models/*.py", "tests/optim/*.py",
-    "tests/schedule/*.py", "tests/support/*.py", "tests/repository/*.py",
+    "tests/schedule/*.py", "tests/support/*.py", "tests/repository/*.py", "tests/*.md", "tests/golden/*.md",
     "unigen_ds/**/*.py", "ds_configs/*.json", "setup.py", "pyproject.toml", "Makefile", ".ci/run",
 )  # fmt: skip
 """Files in which the words must not occur."""

@@ -29,8 +29,10 @@ from unigen_ds.families.nanovlm.family import NanoVLM
 from unigen_ds.runner.settings.tree import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "golden").glob("*.md")])
-CONFIGS = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "samples" not in path.parts)
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *(ROOT / "tests").glob("**/*.md"), *(ROOT / "benchmarks").glob("*.md")])
+CONFIG_PAGES = sorted((ROOT / "docs" / "configs").glob("*.md"))
+CONFIGS = "\n".join(path.read_text(encoding="utf-8") for path in CONFIG_PAGES)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUIREMENTS = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 COUNTS = {"S0.": 33, "S1.": 37, "S2.": 34, "S3.": 34, "S4.": 68, "B": 12, "N": 40}
@@ -40,7 +42,7 @@ def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-# --- docs/configs/index.md ----------------------------------------------------------------------------------------------
+# --- docs/configs -------------------------------------------------------------------------------------------------
 
 
 def schema_keys() -> Iterator[str]:
@@ -56,7 +58,7 @@ def schema_keys() -> Iterator[str]:
 
 
 def test_every_key_is_explained() -> None:
-    headings = " ".join(re.findall("^## .*", CONFIGS, re.MULTILINE))
+    headings = " ".join(re.findall("^# .*", CONFIGS, re.MULTILINE))
     assert [key for key in schema_keys() if f"`{key}`" not in CONFIGS and f"`{key}`" not in headings] == []
 
 
@@ -72,13 +74,14 @@ def generate() -> ModuleType:
 
 def test_the_tables_of_keys_are_those_of_the_settings() -> None:
     """``make docs`` writes them."""
-    assert generate().updated(CONFIGS) == CONFIGS, "run make docs"
-    assert CONFIGS.count("<!-- keys: ") == 7 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
+    assert "\n".join(map(generate().updated, CONFIG_PAGES)) == CONFIGS, "run make docs"
+    assert CONFIGS.count("<!-- keys: ") == 8 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
 
 
 def test_the_table_of_a_component_is_generated() -> None:
-    """Of every one that has arguments, once, below its own heading."""
-    expected = {name for name, cls in components().items() if generate().arguments(cls)}
+    """Of every one that has arguments, once, below its own heading; where two have the same, of the first."""
+    known = components().items()
+    expected = {name for name, cls in known if generate().arguments(cls) and not generate().is_repeated(cls)}
     expected |= {"Curve", "processor of UnifiedModel", "processor of VLM"}
     assert sorted(re.findall("<!-- arguments: (.+?) -->", CONFIGS)) == sorted(expected)
     assert len(expected) > 25
@@ -168,7 +171,7 @@ def test_the_table_against_plain_trainers_has_the_numbers_of_the_results() -> No
 
 def test_the_table_of_sharded_training_has_the_numbers_of_the_results() -> None:
     page = (
-        (ROOT / "docs" / "engines.md")
+        (ROOT / "docs" / "engines" / "choosing.md")
         .read_text(encoding="utf-8")
         .split("## What sharding costs and saves")[1]
         .split("\n## ")[0]
@@ -208,7 +211,8 @@ def test_the_tables_of_planned_memory_have_the_numbers_of_the_results() -> None:
 
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as on the web."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -230,6 +234,47 @@ def test_commands_and_files_exist(page: Path) -> None:
     """Tools, modules and tests named on a page."""
     for name in re.findall(r"\b((?:tools|unigen_ds|tests|docs)/[\w/]+\.\w+)\b", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{label(page)} names {name}"
+
+
+def test_every_page_and_anchor_that_is_named_exists() -> None:
+    """In messages, docstrings and scripts: ``docs/configs/model.md#vlm``, ``docs/extending``."""
+    files = [path for top in ("unigen_ds", "tools", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+    names = [
+        (label(path), name.rstrip("./"))
+        for path in (*files, ROOT / "Makefile", ROOT / "docs" / "generate.py")
+        for name in re.findall(r"(?<![\w./])docs/[\w/.#-]*", path.read_text(encoding="utf-8"))
+    ]
+    wrong = [(path, name) for path, name in names if not is_there(name)]
+    assert wrong == [] and len(names) > 60
+
+
+def is_there(name: str) -> bool:
+    path, _, anchor = name.partition("#")
+    return (ROOT / path).exists() and (not anchor or anchor in anchors(ROOT / path))
+
+
+MOST_LINES, MOST_WORDS = 150, 58_000
+REFERENCE = {"architecture.md", "decisions.md", "requirements.md"}
+"""Beside the pages of docs/configs, which are tables: as long as they are."""
+
+
+def test_how_to_pages_are_short() -> None:
+    for page in DOCS:
+        if page.parent.name != "configs" and page.name not in REFERENCE:
+            lines = page.read_text(encoding="utf-8").splitlines()
+            assert len(lines) <= MOST_LINES, f"{label(page)} has {len(lines)} lines: divide it by task"
+
+
+def test_the_words_of_all_pages_are_limited() -> None:
+    """Those of the generated tables aside."""
+    table = generate()._TABLE
+    words = sum(len(table.sub("", page.read_text(encoding="utf-8")).split()) for page in DOCS)
+    assert words <= MOST_WORDS, f"{words} words: delete before you add"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    pages = re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(pages) == [path.relative_to(ROOT / "docs").as_posix() for path in DOCS]
 
 
 # --- docs/architecture.md ---------------------------------------------------------------------------------------------
