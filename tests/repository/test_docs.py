@@ -80,8 +80,8 @@ def test_the_tables_of_keys_are_those_of_the_settings() -> None:
 
 def test_the_table_of_a_component_is_generated() -> None:
     """Of every one that has arguments, once, below its own heading; where two have the same, of the first."""
-    known = components().items()
-    expected = {name for name, cls in known if generate().arguments(cls) and not generate().is_repeated(cls)}
+    page = generate()
+    expected = {name for name, cls in components().items() if page.arguments(cls) and not page.is_repeated(cls)}
     expected |= {"Curve", "processor of UnifiedModel", "processor of VLM"}
     assert sorted(re.findall("<!-- arguments: (.+?) -->", CONFIGS)) == sorted(expected)
     assert len(expected) > 25
