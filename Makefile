@@ -4,6 +4,7 @@
 # make slow    the tests that make test leaves out (twelve minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs/, from the settings and the docstrings of components
+# make site    docs/ as a site with search, build/site/index.html; a broken link or anchor is an error
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
@@ -28,8 +29,8 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test slow matrix mixtures robustness crash-states kills worker-kills mutations lint
-.PHONY: bench clean
+.PHONY: demo demo-emoji check-report docs site test slow matrix mixtures robustness crash-states kills worker-kills
+.PHONY: mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -112,6 +113,14 @@ mutations: $(VENV)/.stamp-test
 # The tables of docs/configs/, from the settings and the docstrings of components.
 docs: $(VENV)/.stamp-test
 	$(BIN)/python docs/generate.py
+
+$(VENV)/.stamp-site: setup.py constraints.txt $(VENV)/.stamp-torch
+	$(PIP) -e '.[site]'
+	touch $@
+
+# The variable leaves out an advertisement of MkDocs Material.
+site: $(VENV)/.stamp-site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .

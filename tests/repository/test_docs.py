@@ -30,7 +30,7 @@ from unigen_ds.runner.settings.tree import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "samples" not in path.parts)
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *(ROOT / "tests").glob("**/*.md"), *(ROOT / "benchmarks").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *ROOT.glob("tests/golden/*.md"), *ROOT.glob("benchmarks/*.md")])
 CONFIG_PAGES = sorted((ROOT / "docs" / "configs").glob("*.md"))
 CONFIGS = "\n".join(path.read_text(encoding="utf-8") for path in CONFIG_PAGES)
 README = (ROOT / "README.md").read_text(encoding="utf-8")

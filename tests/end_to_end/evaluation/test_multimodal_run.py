@@ -96,5 +96,5 @@ def test_without_such_records_or_such_a_model_the_message_names_what_to_do(tmp_p
     hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "metrics": [consistency]}
     records = [talk(text("user", words(2)), text("assistant", words(2, k))) for k in range(12)]
     config = text_config(tmp_path, records, val_dataloader={"split": 0.3}, custom_hooks=[hook])
-    with pytest.raises(ConfigError, match=r"MultimodalConsistency needs texts with pictures.*docs/evaluation/metrics.md"):
+    with pytest.raises(ConfigError, match=r"Consistency needs texts with pictures.*docs/evaluation/metrics.md"):
         Runner.from_cfg(config).train()
