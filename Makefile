@@ -4,7 +4,7 @@
 # make slow    the tests that make test leaves out (twelve minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make docs    the tables of docs/configs/, from the settings and the docstrings of components
-# make site    docs/ as a site with search, build/site/index.html; a broken link or anchor is an error
+# make site    docs/ as a site with search, build/site; a broken link or anchor is an error
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
