@@ -253,7 +253,7 @@ def is_there(name: str) -> bool:
     return (ROOT / path).exists() and (not anchor or anchor in anchors(ROOT / path))
 
 
-MOST_LINES, MOST_WORDS = 150, 58_000
+MOST_LINES, MOST_WORDS = 150, 58_500
 REFERENCE = {"architecture.md", "decisions.md", "requirements.md"}
 """Beside the pages of docs/configs, which are tables: as long as they are."""
 
