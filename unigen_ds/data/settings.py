@@ -94,9 +94,9 @@ class ValDataloader(Section):
     """Page-locked batches; None: with CUDA."""
     timeout: Number = Field(default=0.0, ge=0)
     """Seconds to wait for a worker before an error; 0: for ever."""
-    metrics: Annotated[tuple[str, ...], AS_LIST] | None = None
+    metrics: Annotated[tuple[str, ...], AS_LIST] = ()
     """Those of `EvaluateHook.metrics` that score this data, by their classes (`BLEU`) or the names of their values
-    (`bleu`); None: all."""
+    (`bleu`); empty: all."""
     _sets: Mapping[str, ValDataloader] = PrivateAttr(default_factory=dict)
 
     @property
