@@ -235,7 +235,8 @@ def test_commands_and_files_exist(page: Path) -> None:
 def test_every_page_and_anchor_that_is_named_exists() -> None:
     """In messages, docstrings and scripts: ``docs/configs/model.md#vlm``, ``docs/extending``."""
     count = 0
-    for source in [path for top in ("unigen_ds", "tools", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]:
+    files = [path for top in ("unigen_ds", "tools", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+    for source in files:
         for name in re.findall(r"(?<![\w./])docs/[\w/.#-]*", source.read_text(encoding="utf-8")):
             path, _, anchor = name.rstrip("./").partition("#")
             assert (ROOT / path).exists(), f"{label(source)} names {name}"
