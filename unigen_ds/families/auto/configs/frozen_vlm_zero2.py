@@ -1,3 +1,4 @@
+# init.py would write a frozen vision tower and all else trained: differs because F-LMM trains the projector alone.
 """A frozen vision-language model of transformers whose projector alone is trained: F-LMM's outline, under ZeRO-2.
 
 As in the guides of that trainer: 64 samples a device, 2 iterations an update and 2 devices are 256 samples an update;
