@@ -1,8 +1,8 @@
 """Talk to a model in a web page: ``python tools/app.py CKPT``; installed as ``unigen-app``. Needs the extra ``app``.
 
-CKPT is a checkpoint of any layout, a work dir (its checkpoints can be chosen in the page), or a published directory; with
-several the page can choose among them, and compare two. What the page offers is what the model's family can do: answers
-to texts and pictures, drawing, editing. It listens on this machine alone (127.0.0.1) unless --host names another address.
+CKPT is a checkpoint of any layout, a work dir (the page has all of its checkpoints), or a published directory. With
+several, two can be compared. The page offers what the model's family can do: answers to texts and pictures,
+drawing, editing. It listens on this machine alone (127.0.0.1) unless --host names another address.
 
 Exit status: 0 stopped, 1 the model cannot be loaded, 2 wrong usage.
 """
@@ -10,6 +10,7 @@ Exit status: 0 stopped, 1 the model cannot be loaded, 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -44,10 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
     names = ("host", "port", "raw", "device", "dtype")
     options = {name: getattr(arguments, name) for name in names}
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         serve(arguments.models, **options, **source_of(arguments))
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Annotated, Any
 
@@ -14,62 +14,50 @@ from unigen_ds.config.registry import check_arguments
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.base import family_of
 from unigen_ds.inference.prompts import Sampling
-from unigen_ds.runner.open.answers import can_draw
+from unigen_ds.runner.open.answers import drawing_of
 from unigen_ds.system.log import logger
 
-OF_DRAWING = ("size", "flow", "on_step", "on_picture")
-OPTIONS = ("think", "size", "max_length", "temperature", "top_p", "seed")
+SWITCHES = {"think": "thinks", "images": "reads_images", "history": "converses"}
+"""Parameter of ``unified_generate`` -> attribute of an inferencer that is False where it is refused."""
 
 
 @dataclass(frozen=True)
 class Ability:
-    """What an inferencer declares: in ``answers``, ``reads_images``, ``thinks``, ``interleaves`` and ``converses``, and by
-    the names of the parameters of its ``unified_generate``. What it accepts as ``**options`` alone is not offered."""
+    """What an inferencer declares: by ``answers``, the attributes in ``SWITCHES``, and the names of the parameters of
+    its ``unified_generate``. What it accepts as ``**options`` alone is not offered."""
 
     name: str
-    draws: bool
-    writes: bool
-    reads_images: bool
-    interleaves: bool
-    """Whether ``parts`` may have earlier messages."""
-    converses: bool
-    """Whether earlier messages can be shown, as ``parts`` or as ``history``."""
+    tasks: tuple[str, ...]
+    """``text``, ``picture`` or both."""
     options: frozenset[str]
-    """Parameters of ``unified_generate`` that have an effect."""
+    """Parameters that have an effect."""
     drawing: Mapping[str, str]
     """Setting of drawing (``--flow``) -> its default."""
 
     @classmethod
     def of(cls, inferencer: Any) -> Ability:
-        draws, names = can_draw(inferencer), set(signature(inferencer.unified_generate).parameters)
-        if not draws:
-            names -= {*OF_DRAWING}
-        names -= {name for name, attribute in (("think", "thinks"), ("images", "reads_images"), ("history", "converses"))
-                  if not getattr(inferencer, attribute, True)}  # fmt: skip
-        interleaves = "parts" in names and getattr(inferencer, "interleaves", False)
-        kind = type(inferencer.model)
-        drawing = family_of(kind).drawing_settings(inferencer.model, {}) if draws else None
-        return cls(
-            name=kind.__name__,
-            draws=draws,
-            writes="text" in getattr(inferencer, "answers", ("text",)),
-            reads_images="images" in names,
-            interleaves=interleaves,
-            converses=interleaves or "history" in names,
-            options=frozenset(names),
-            drawing={} if drawing is None else {key: str(value) for key, value in vars(drawing).items()},
-        )
+        answers, kind = getattr(inferencer, "answers", ("text",)), type(inferencer.model)
+        names = {*signature(inferencer.unified_generate).parameters}
+        names -= {name for name, switch in SWITCHES.items() if not getattr(inferencer, switch, True)}
+        drawing = None
+        if "image" in answers:
+            drawing = family_of(kind).drawing_settings(inferencer.model, {})
+        else:
+            names -= {"size", "flow", "on_step", "on_picture"}
+        tasks = tuple("picture" if one == "image" else one for one in answers)
+        settings = {} if drawing is None else {key: str(value) for key, value in vars(drawing).items()}
+        return cls(kind.__name__, tasks, frozenset(names), settings)
 
 
 @dataclass(frozen=True)
 class Settings:
     """How a request is answered. Raises ``ConfigError`` for values that cannot work."""
 
-    draw: bool = False
+    task: str = "text"
     remember: bool = False
-    """Whether the model reads the earlier messages of the conversation, too."""
+    """Whether the model reads the earlier messages, too."""
     steps: bool = False
-    """Whether the picture of each step of the sampler is kept."""
+    """Whether the pictures of the sampler's steps are kept."""
     think: bool = False
     height: Annotated[int, Ge(1)] | None = None
     width: Annotated[int, Ge(1)] | None = None
@@ -78,7 +66,7 @@ class Settings:
     top_p: float = 1.0
     seed: int = 0
     samples: Annotated[int, Ge(1), Le(16)] = 1
-    """Answers to the request, with the seeds ``seed``, ``seed + 1``, ..."""
+    """Answers, with the seeds ``seed``, ``seed + 1``, ..."""
     flow: Mapping[str, str] = field(default_factory=dict)
     """Settings of drawing as texts, those that are not the default."""
 
@@ -86,29 +74,23 @@ class Settings:
         check_arguments(Settings, vars(self), where="settings")
         Sampling(self.temperature, self.top_p)
         if (self.height is None) != (self.width is None):
-            raise ConfigError("height and width: one of the two is empty", remedy="both, or none: the model's own size")
+            raise ConfigError("one of height and width is empty", remedy="both, or none: the model's own size")
 
-    @property
-    def size(self) -> tuple[int, int] | None:
-        return (self.height, self.width) if self.height and self.width else None
-
-    def flow_for(self, ability: Ability) -> dict[str, Any]:
-        """The settings of drawing that the model has."""
-        return dict(parse_override(f"{key}={text}") for key, text in self.flow.items() if key in ability.drawing)
-
-    def options_for(self, ability: Ability) -> dict[str, Any]:
-        """The options of an answer but its seed. What has no effect on this model is in a warning. Raises ``ConfigError``
-        where the model cannot answer at all."""
-        if not (ability.draws if self.draw else ability.writes):
-            what, instead = ("pictures", "a text") if self.draw else ("texts", "a picture")
-            raise ConfigError(f"{ability.name} makes no {what}", remedy=f"ask it for {instead}")
-        values = {name: getattr(self, name) for name in OPTIONS}
-        defaults = {**{one.name: one.default for one in fields(self)}, "size": None}
-        changed = {name for name in OPTIONS if values[name] != defaults[name]}
-        missing = sorted(changed - ability.options) + [key for key in self.flow if key not in ability.drawing]
-        if not self.draw:  # those of drawing are for the next picture
-            missing = [name for name in missing if name != "size" and name not in self.flow]
-            values["size"] = None
-        if missing:
-            logger().warning("without effect on %s: %s", ability.name, ", ".join(missing))
-        return {"understand": not self.draw, **{n: defaults[n] if n in missing else v for n, v in values.items()}}
+    def options_for(self, inferencer: Any, ability: Ability) -> dict[str, Any]:
+        """The options of an answer but its seed. A warning names what has no effect on this model. Raises
+        ``ConfigError`` where the model cannot answer so at all, or for a wrong setting of drawing."""
+        draws = self.task == "picture"
+        if self.task not in ability.tasks:
+            raise ConfigError(f"{ability.name} does not answer with a {self.task}", allowed=", ".join(ability.tasks))
+        size = (self.height, self.width) if self.height and self.width and draws else None
+        values = {"think": self.think, "size": size, "max_length": self.max_length, "temperature": self.temperature,
+                  "top_p": self.top_p}  # fmt: skip
+        defaults = {name: getattr(Settings, name, None) for name in values}
+        missing = [name for name in values if name not in ability.options and values[name] != defaults[name]]
+        flow = self.flow if draws else {}
+        missing_flow = [key for key in flow if key not in ability.drawing]
+        if missing or missing_flow:
+            logger().warning("without effect on %s: %s", ability.name, ", ".join(missing + missing_flow))
+        flow = dict(parse_override(f"{key}={text}") for key, text in flow.items() if key not in missing_flow)
+        drawing = drawing_of(inferencer, flow, understand=not draws)
+        return {**values, **{name: defaults[name] for name in missing}, "understand": not draws, "flow": drawing}

@@ -25,6 +25,7 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
@@ -104,6 +105,7 @@ class InterleaveInferencer:
         *,
         images: Picture | Sequence[Picture] = (),
         parts: Sequence[str | Image.Image | Path | np.ndarray] = (),
+        history: Sequence[Turn] = (),
         understand: bool = False,
         think: bool = False,
         size: Size = None,
@@ -121,6 +123,7 @@ class InterleaveInferencer:
             images: pictures (PIL, uint8 ``[H, W, 3]``) or paths, one alone or several, shown before the prompt.
             parts: texts and pictures that follow each other, shown after ``images`` and before the prompt, which may
                 then be ''. A ``str`` is a text, a ``Path`` a picture.
+            history: earlier messages, shown first.
             understand: answer in text, and draw nothing.
             think: the model writes its thoughts first, and uses them for the answer, too.
             size: (height, width) of the picture; None: of the last one shown, else the largest square.
@@ -143,7 +146,8 @@ class InterleaveInferencer:
         if think:
             for context in (contexts.full, contexts.without_image):
                 self.extend_text(context, tokenizer.encode(THINK_THEN_ANSWER if understand else THINK_THEN_DRAW))
-        for part in (*one_or_many_pictures(images), *in_order(parts)):
+        earlier = [Path(one.value) if one.kind == "image" else one.value for one in history]
+        for part in (*earlier, *one_or_many_pictures(images), *in_order(parts)):
             if isinstance(part, str):
                 self._add_text(contexts, part)
                 continue

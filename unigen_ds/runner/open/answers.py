@@ -1,4 +1,4 @@
-"""A prompt and settings -> the answer of a model of any family: what ``tools/generate.py`` and ``tools/app.py`` share."""
+"""A prompt and its settings -> an answer of a model of any family: for ``tools/generate.py`` and ``tools/app.py``."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from unigen_ds.inference.prompts import Prompt
 from unigen_ds.system.log import logger
 
 
-def can_draw(inferencer: Any) -> bool:
-    return "image" in getattr(inferencer, "answers", ())
-
-
 def drawing_of(inferencer: Any, flow: Mapping[str, Any], *, understand: bool) -> Any:
     """The argument ``flow`` of an inferencer. Where nothing is drawn it is None, and ``flow`` is warned about."""
-    if understand or not can_draw(inferencer):
+    if understand or "image" not in getattr(inferencer, "answers", ()):
         if flow:
             logger().warning("without effect, since nothing is drawn: %s", ", ".join(flow))
         return None
