@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from unigen_ds.config.overrides import parse_override
-from unigen_ds.config.registry import check_arguments
+from unigen_ds.config.registry import argument_problems
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.families.base import family_of
 from unigen_ds.inference.prompts import Sampling
@@ -59,8 +59,9 @@ class Settings:
     steps: bool = False
     """Whether the pictures of the sampler's steps are kept."""
     think: bool = False
-    height: Annotated[int, Ge(1)] | None = None
-    width: Annotated[int, Ge(1)] | None = None
+    height: Annotated[int, Ge(0)] = 0
+    width: Annotated[int, Ge(0)] = 0
+    """Of a picture, in pixels; both 0: the model's own size."""
     max_length: Annotated[int, Ge(1)] = 1000
     temperature: float = 0.0
     top_p: float = 1.0
@@ -71,10 +72,12 @@ class Settings:
     """Settings of drawing as texts, those that are not the default."""
 
     def __post_init__(self) -> None:
-        check_arguments(Settings, vars(self), where="settings")
+        for error in argument_problems(Settings, vars(self), where="settings"):
+            raise error
         Sampling(self.temperature, self.top_p)
-        if (self.height is None) != (self.width is None):
-            raise ConfigError("one of height and width is empty", remedy="both, or none: the model's own size")
+        if bool(self.height) != bool(self.width):
+            problem = f"settings.height is {self.height} and settings.width {self.width}"
+            raise ConfigError(problem, allowed="both above 0, or both 0: the model's own size")
 
     def options_for(self, inferencer: Any, ability: Ability) -> dict[str, Any]:
         """The options of an answer but its seed. A warning names what has no effect on this model. Raises
@@ -82,7 +85,7 @@ class Settings:
         draws = self.task == "picture"
         if self.task not in ability.tasks:
             raise ConfigError(f"{ability.name} does not answer with a {self.task}", allowed=", ".join(ability.tasks))
-        size = (self.height, self.width) if self.height and self.width and draws else None
+        size = (self.height, self.width) if self.height and draws else None
         values = {"think": self.think, "size": size, "max_length": self.max_length, "temperature": self.temperature,
                   "top_p": self.top_p}  # fmt: skip
         defaults = {name: getattr(Settings, name, None) for name in values}

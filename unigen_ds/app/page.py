@@ -24,7 +24,7 @@ from unigen_ds.system.machine import import_optional
 
 NONE, AVERAGE, RAW = "none", "average (EMA)", "raw"
 CSS = """
-.gradio-container {max-width: 1100px !important; margin: auto}
+.gradio-container {width: 100% !important; max-width: 1100px !important; margin: auto}
 @media (max-width: 480px) {.gradio-container {padding: 4px !important}}
 """
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
@@ -84,7 +84,7 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
     """The page. Its components are in the order in which a narrow screen shows them."""
     names = [*service.models.names()]
     with gr.Blocks(title="unigen_ds", analytics_enabled=False) as page:
-        conversation, keys = gr.State(Conversation), gr.State([])
+        conversation, keys = gr.State(lambda: Conversation()), gr.State([])
         about = gr.Markdown(elem_id="about")
         with gr.Row():
             chats = [
@@ -96,9 +96,9 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
         box = gr.MultimodalTextbox(label="Your message", elem_id="box", file_count="multiple", sources=["upload"],
                                    placeholder="a text, pictures, or both", max_plain_text_length=1 << 20)  # fmt: skip
         with gr.Row():
-            new = gr.Button("New conversation", elem_id="new", min_width=120)
-            edit = gr.Button("Edit the last picture", elem_id="edit", min_width=120)
-        gallery = gr.Gallery(label="Steps of the sampler", elem_id="steps", visible=False, columns=6, height="auto")
+            new = gr.Button("New conversation", elem_id="new", size="md", min_width=120)
+            edit = gr.Button("Edit the last picture", elem_id="edit", size="md", min_width=120)
+        gallery = gr.Gallery(label="Steps of the sampler", elem_id="gallery", visible=False, columns=6, height="auto")
         columns = []
         with gr.Accordion("Models", open=False, elem_id="models"), gr.Row():
             for number, (label, choices) in enumerate((("Model", names), ("Compare with", [NONE, *names]))):
@@ -109,19 +109,24 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
                                  elem_id=f"weights{number}"),
                         gr.Checkbox(True, label="Adapters", visible=False, elem_id=f"adapters{number}"),
                     ))  # fmt: skip
-        with gr.Accordion("Settings", open=False, elem_id="settings"), gr.Row():
-            fields = {
-                name: gr.Checkbox(label=label, elem_id=name, min_width=200)
-                for name, label in (("remember", "With the earlier messages"), ("think", "Think first"),
-                                    ("steps", "Show the sampler's steps"))
-            }  # fmt: skip
-            fields |= {
-                name: gr.Number(getattr(Settings, name), label=name.replace("_", " ").capitalize(), elem_id=name,
-                                precision=0 if name not in ("temperature", "top_p") else None, min_width=120)
-                for name in ("seed", "samples", "max_length", "temperature", "top_p", "height", "width")
-            }  # fmt: skip
+        with gr.Accordion("Settings", open=False, elem_id="settings"):
+            with gr.Row():
+                fields = {
+                    name: gr.Checkbox(label=label, elem_id=name, min_width=200)
+                    for name, label in (("remember", "With the earlier messages"), ("think", "Think first"),
+                                        ("steps", "Show the sampler's steps"))
+                }  # fmt: skip
+            with gr.Row():
+                fields |= {
+                    name: gr.Number(getattr(Settings, name), label=label, elem_id=name, min_width=120,
+                                    precision=0 if type(getattr(Settings, name)) is int else None)
+                    for name, label in (("seed", "Seed"), ("samples", "Answers"), ("max_length", "Most tokens"),
+                                        ("temperature", "Temperature"), ("top_p", "Top p"),
+                                        ("height", "Height (0: the model's)"), ("width", "Width (0: the model's)"))
+                }  # fmt: skip
             slots = max(12, *(len(getattr(one.drawing, "__dataclass_fields__", ())) for one in families()))
-            flow = [gr.Textbox(visible=False, min_width=140, elem_classes="flow") for _ in range(slots)]
+            with gr.Row():
+                flow = [gr.Textbox(visible=False, min_width=140, elem_classes="flow") for _ in range(slots)]
         selects = [component for column in columns for component in column]
 
         def choices_of(values: Sequence[Any]) -> list[Choice]:
