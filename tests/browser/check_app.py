@@ -1,0 +1,132 @@
+"""The page of ``tools/app.py`` in headless Chromium: ``make check-app``; not part of ``make test``.
+
+The models are those of ``make demo`` and ``make demo-emoji`` where these are complete, else shorter trainings.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.browser.check_report import BROWSERS
+from unigen_ds.examples.digits.dataset import read_split, write_digits
+from unigen_ds.examples.digits.report_hook import train_classifier
+from unigen_ds.examples.emoji.catalogue import Variant
+from unigen_ds.examples.emoji.dataset import EmojiClassifier
+
+pytest.importorskip("gradio")
+sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium"), pytest.mark.timeout(1800)]
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {
+    "unified_digits": ("train_cfg.max_epochs=8", "param_scheduler.1.end=8", "custom_hooks.0.momentum=0.05"),
+    "unified_emoji": ("train_cfg.max_updates=300", "param_scheduler.1.end=300", "custom_hooks.0.momentum=0.05"),
+}
+DRAWING = {"num_timesteps": "26", "text_scale": "2", "renorm": "none"}  # as in the digits' report
+SLOW = {**DRAWING, "num_timesteps": "3000"}
+
+
+def model(name: str, folder: Path) -> Path:
+    """A work dir."""
+    demo = ROOT / "work_dirs" / name
+    if (demo / "results.json").is_file():
+        return demo
+    command = [sys.executable, "tools/train.py", name, "--work-dir", str(folder / name), "--cfg-options", *SHORT[name]]
+    subprocess.run([*command, "custom_hooks.1.type=Hook"], cwd=ROOT, check=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a page with both models: the first one is that of the digits."""
+    folder = tmp_path_factory.mktemp("models")
+    digits, emoji = (model(name, folder) for name in SHORT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "tools/app.py", str(digits), str(emoji), "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert any("The page is at" in line for line in process.stderr), "it ended"
+    yield f"http://127.0.0.1:{port}/"
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Page:
+    """A page of its own session. Requests to another host and errors of scripts are problems."""
+
+    def __init__(self, browser: Any, address: str, *, width: int = 1280) -> None:
+        self.page = browser.new_context(viewport={"width": width, "height": 900}).new_page()
+        self.problems: list[str] = []
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda one: None if one.url.startswith((address, "data:", "blob:"))
+                     else self.problems.append(one.url))  # fmt: skip
+        self.page.goto(address)
+        self.page.locator("#about strong").wait_for(timeout=60_000)
+        for name in ("models", "settings"):
+            self.page.locator(f"#{name} button").first.click()
+
+    def choose(self, column: int, word: str) -> None:
+        about = self.page.inner_text("#about")
+        self.page.locator(f"#model{column} input").click()
+        self.page.locator("[role=option]", has_text=word).first.click()
+        self.page.wait_for_function("text => document.querySelector('#about').innerText !== text", arg=about)
+
+    def send(self, text: str, task: str, *files: Path, flow: dict[str, str] | None = None) -> None:
+        for key, value in (flow or {}).items():
+            self.page.get_by_label(key, exact=True).fill(value)
+        self.page.locator("#task label", has_text=task).click()
+        if files:
+            self.page.locator("#box input[type=file]").set_input_files([*files])
+            self.page.locator("#box .thumbnails img, #box .thumbnail-item").first.wait_for()
+        self.page.locator("#box textarea").fill(text)
+        self.page.keyboard.press("Enter")
+
+    def answers(self, column: int = 0, *, number: int = 1) -> list[Any]:
+        """The last messages of the model, when it has answered so many requests."""
+        chat = self.page.locator(f"#chat{column}")
+        chat.locator(".bot-row").nth(number - 1).wait_for(timeout=120_000)
+        self.page.wait_for_function(f"!document.querySelector('#chat{column}').innerText.includes('... ')", timeout=300_000)
+        return [chat.locator(".bot-row").nth(i) for i in range(chat.locator(".bot-row").count())]
+
+    def picture(self, row: Any, side: int) -> Image.Image:
+        """The drawing in its own pixels."""
+        response = self.page.request.get(row.locator("img").last.get_attribute("src"))
+        return Image.open(BytesIO(response.body())).convert("RGB").resize((side, side), Image.Resampling.NEAREST)
+
+
+def test_it_draws_a_digit_reads_it_and_keeps_the_steps(address: str, browser: Any, tmp_path: Path) -> None:
+    page = Page(browser, address)
+    page.page.get_by_label("Show the sampler's steps").check()
+    page.send("draw a handwritten three", "picture", flow=DRAWING)
+    (row,) = page.answers()
+    pixels = np.asarray(page.picture(row, 8).convert("L"), dtype=np.float64) / 255
+    classifier = train_classifier(*read_split(write_digits(tmp_path / "digits"), "train"))
+    assert classifier.predict((pixels * 16).round().reshape(1, -1) / 16).tolist() == [3]
+    assert page.page.locator("#gallery .thumbnail-item").count() == 25
+    page.page.locator("#edit").click()
+    page.page.locator("#box .thumbnail-item").first.wait_for()
+    page.send("", "text")
+    assert page.answers(number=2)[1].inner_text().strip() == "this is a three"
+    assert page.problems == []
