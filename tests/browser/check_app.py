@@ -44,7 +44,7 @@ def model(name: str, folder: Path) -> Path:
     if (demo / "results.json").is_file():
         return demo
     command = [sys.executable, "tools/train.py", name, "--work-dir", str(folder / name), "--cfg-options", *SHORT[name]]
-    subprocess.run([*command, "custom_hooks.1.type=Hook"], cwd=ROOT, check=True)
+    subprocess.run(command, cwd=ROOT, check=True)
     return folder / name
 
 
@@ -107,11 +107,14 @@ class Page:
         """The last messages of the model, when it has answered so many requests."""
         chat = self.page.locator(f"#chat{column}")
         chat.locator(".bot-row").nth(number - 1).wait_for(timeout=120_000)
-        self.page.wait_for_function(f"!document.querySelector('#chat{column}').innerText.includes('... ')", timeout=300_000)
+        self.page.wait_for_function(
+            f"!document.querySelector('#chat{column}').innerText.includes('... ')", timeout=300_000
+        )
         return [chat.locator(".bot-row").nth(i) for i in range(chat.locator(".bot-row").count())]
 
     def picture(self, row: Any, side: int) -> Image.Image:
         """The drawing in its own pixels."""
+        assert row.locator("img").count(), row.inner_text()
         response = self.page.request.get(row.locator("img").last.get_attribute("src"))
         return Image.open(BytesIO(response.body())).convert("RGB").resize((side, side), Image.Resampling.NEAREST)
 
@@ -129,4 +132,63 @@ def test_it_draws_a_digit_reads_it_and_keeps_the_steps(address: str, browser: An
     page.page.locator("#box .thumbnail-item").first.wait_for()
     page.send("", "text")
     assert page.answers(number=2)[1].inner_text().strip() == "this is a three"
+    assert page.problems == []
+
+
+def test_it_edits_an_emoji(address: str, browser: Any, tmp_path: Path) -> None:
+    classifier = EmojiClassifier(tmp_path / "emoji")
+    before, after = Variant("car"), Variant("car", "blue")
+    page = Page(browser, address)
+    page.choose(0, "unified_emoji")
+    page.send(after.instruction(), "picture", tmp_path / "emoji" / before.file)
+    (row,) = page.answers()
+    picture = page.picture(row, 32)
+    assert classifier.nearest(picture) == after, classifier.error(picture, after)
+    assert page.problems == []
+
+
+def test_a_request_that_fails_shows_its_message_and_the_page_continues(
+    address: str, browser: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "upload.png").write_bytes(b"<svg></svg>")
+    page = Page(browser, address)
+    page.send("", "text", tmp_path / "upload.png")
+    page.page.locator("#problem textarea").wait_for()
+    assert "its content is none of the formats" in page.page.input_value("#problem textarea")
+    page.page.locator("#box button[aria-label*='emove']").first.click()
+    page.send("draw a three", "picture", flow={"num_timesteps": "many"})
+    assert "error: flow.num_timesteps is 'many'" in page.answers()[0].inner_text()
+    assert not page.page.locator("#problem").is_visible()
+    page.send("draw a three", "picture", flow={"num_timesteps": "4"})
+    assert page.answers(number=2)[1].locator("img").count() == 1
+
+
+def test_two_pages_wait_for_each_other_and_a_new_conversation_has_its_own_answer_alone(
+    address: str, browser: Any
+) -> None:
+    first, second = Page(browser, address), Page(browser, address)
+    first.send("draw a one", "picture", flow=SLOW)
+    first.page.get_by_text(re.compile("step [0-9]+ of 2999")).wait_for(timeout=60_000)
+    second.send("draw a two", "picture", flow={"num_timesteps": "4"})
+    second.page.get_by_text("... waits").wait_for()
+    second.send("draw a four", "picture")  # two of one page
+    first.page.locator("#new").click()
+    first.send("draw a three", "picture", flow={"num_timesteps": "4"})
+    assert len(second.answers(number=2)) == 2
+    (row,) = first.answers()
+    assert row.locator("img").count() == 1 and first.page.locator("#chat0 .user-row").all_inner_texts() == [
+        "draw a three"
+    ]
+    assert first.problems == second.problems == []
+
+
+def test_two_models_beside_each_other_on_a_narrow_screen(address: str, browser: Any) -> None:
+    page = Page(browser, address, width=390)
+    page.choose(1, "unified_digits")
+    page.page.locator("#weights1 label", has_text="raw").click()
+    page.page.locator("#about", has_text="the weights themselves").wait_for()
+    page.send("draw a three", "picture", flow={"num_timesteps": "4"})
+    pictures = [page.picture(page.answers(column)[0], 8).tobytes() for column in range(2)]
+    assert pictures[0] != pictures[1]
+    assert page.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     assert page.problems == []

@@ -31,7 +31,7 @@ class Ability:
     """``text``, ``picture`` or both."""
     options: frozenset[str]
     """Parameters that have an effect."""
-    drawing: Mapping[str, str]
+    drawing: Mapping[str, Any]
     """Setting of drawing (``--flow``) -> its default."""
 
     @classmethod
@@ -45,8 +45,7 @@ class Ability:
         else:
             names -= {"size", "flow", "on_step", "on_picture"}
         tasks = tuple("picture" if one == "image" else one for one in answers)
-        settings = {} if drawing is None else {key: str(value) for key, value in vars(drawing).items()}
-        return cls(kind.__name__, tasks, frozenset(names), settings)
+        return cls(kind.__name__, tasks, frozenset(names), {} if drawing is None else {**vars(drawing)})
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,13 @@ class Settings:
                   "top_p": self.top_p}  # fmt: skip
         defaults = {name: getattr(Settings, name, None) for name in values}
         missing = [name for name in values if name not in ability.options and values[name] != defaults[name]]
-        flow = self.flow if draws else {}
+        flow: dict[str, Any] = {**self.flow} if draws else {}
         missing_flow = [key for key in flow if key not in ability.drawing]
         if missing or missing_flow:
             logger().warning("without effect on %s: %s", ability.name, ", ".join(missing + missing_flow))
-        flow = dict(parse_override(f"{key}={text}") for key, text in flow.items() if key not in missing_flow)
+        for key in ability.drawing.keys() & flow:
+            if not isinstance(ability.drawing[key], str):
+                flow[key] = parse_override(f"{key}={flow[key]}")[1]
+        flow = {key: value for key, value in flow.items() if key in ability.drawing}
         drawing = drawing_of(inferencer, flow, understand=not draws)
         return {**values, **{name: defaults[name] for name in missing}, "understand": not draws, "flow": drawing}

@@ -144,7 +144,7 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
                 return report(error)
             abilities = [one[0] for one in facts]
             options = frozenset[str]().union(*(one.options for one in abilities))
-            drawing = {key: text for one in reversed(abilities) for key, text in one.drawing.items()}
+            drawing = {key: str(value) for one in reversed(abilities) for key, value in one.drawing.items()}
             tasks = [one for one in ("text", "picture") if any(one in able.tasks for able in abilities)]
             lines = (f"**{choice.name}**: {one[1]}" for choice, one in zip(choices, facts, strict=True))
             result: Any = {problem: gr.update(visible=False), keys: [*drawing], about: "\n\n".join(lines)}
