@@ -87,15 +87,17 @@ class Settings:
         size = (self.height, self.width) if self.height and draws else None
         values = {"think": self.think, "size": size, "max_length": self.max_length, "temperature": self.temperature,
                   "top_p": self.top_p}  # fmt: skip
+        texts = self.flow if draws else {}
+        flow = {key: _value(texts[key], default) for key, default in ability.drawing.items() if key in texts}
         defaults = {name: getattr(Settings, name, None) for name in values}
         missing = [name for name in values if name not in ability.options and values[name] != defaults[name]]
-        flow: dict[str, Any] = {**self.flow} if draws else {}
-        missing_flow = [key for key in flow if key not in ability.drawing]
-        if missing or missing_flow:
-            logger().warning("without effect on %s: %s", ability.name, ", ".join(missing + missing_flow))
-        for key in ability.drawing.keys() & flow:
-            if not isinstance(ability.drawing[key], str):
-                flow[key] = parse_override(f"{key}={flow[key]}")[1]
-        flow = {key: value for key, value in flow.items() if key in ability.drawing}
+        if missing or len(flow) < len(texts):
+            names = ", ".join((*missing, *(key for key in texts if key not in flow)))
+            logger().warning("without effect on %s: %s", ability.name, names)
         drawing = drawing_of(inferencer, flow, understand=not draws)
         return {**values, **{name: defaults[name] for name in missing}, "understand": not draws, "flow": drawing}
+
+
+def _value(text: str, default: Any) -> Any:
+    """A text stays as it is: ``none`` is a name, too."""
+    return text if isinstance(default, str) else parse_override(f"_={text}")[1]

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue
 from typing import Any
 from uuid import uuid4
 
@@ -175,52 +173,50 @@ class Service:
         exchange = next((one for one in conversation.exchanges if one.waits), None)
         if exchange is None:
             return
-        exchange.waits, news = False, Queue[bool]()
-        threading.Thread(target=self._work, args=(conversation, exchange, news.put), daemon=True).start()
+        exchange.waits, running, before = False, True, list[str]()
+        worker = threading.Thread(target=self._work, args=(conversation, exchange), daemon=True)
+        worker.start()
         try:
-            while news.get() and not conversation.over:
-                yield exchange
+            while running:
+                worker.join(NEWS_SECONDS)
+                running = worker.is_alive()
+                progress = [one.progress for one in exchange.replies]
+                if conversation.over:
+                    return
+                if progress != before:
+                    before = progress
+                    yield exchange
         finally:
             exchange.cancelled = True
 
-    def _work(self, conversation: Conversation, exchange: Exchange, tell: Callable[[bool], None]) -> None:
-        try:
-            with self._lock:
-                for column, reply in enumerate(exchange.replies):
-                    logger().addHandler(notes := Notes(reply.notes))
-                    try:
-                        self._answer(conversation, exchange, column, tell)
-                    except UnigenError as error:
-                        reply.error = str(error)
-                    except Interruption:
-                        return
-                    except Exception as error:  # of a family of one's own, or of the memory: the page continues
-                        reply.error = short_text(error)
-                    finally:
-                        logger().removeHandler(notes)
-                    reply.progress = ""
-                    tell(True)
-        finally:
-            tell(False)
+    def _work(self, conversation: Conversation, exchange: Exchange) -> None:
+        with self._lock:
+            for column, reply in enumerate(exchange.replies):
+                logger().addHandler(notes := Notes(reply.notes))
+                try:
+                    self._answer(conversation, exchange, column)
+                except Interruption:
+                    return
+                except UnigenError as error:
+                    reply.error = str(error)
+                except Exception as error:  # of a family of one's own, or of the memory: the page continues
+                    reply.error = short_text(error)
+                finally:
+                    logger().removeHandler(notes)
+                reply.progress = ""
 
-    def _answer(
-        self, conversation: Conversation, exchange: Exchange, column: int, tell: Callable[[bool], None]
-    ) -> None:
-        reply, settings, number, last = exchange.replies[column], exchange.settings, 0, 0.0
+    def _answer(self, conversation: Conversation, exchange: Exchange, column: int) -> None:
+        reply, settings, number = exchange.replies[column], exchange.settings, 0
 
-        def report(progress: str, *, seconds: float = 0.0) -> None:
-            nonlocal last
+        def report(progress: str) -> None:
             if conversation.over or exchange.cancelled:
                 raise Interruption
             reply.progress = progress
-            if time.monotonic() - last >= seconds:
-                last = time.monotonic()
-                tell(True)
 
         def on_step(*_: Any) -> None:
             nonlocal number
             number += 1
-            report(f"step {number}" + (f" of {total - 1}" if total else ""), seconds=NEWS_SECONDS)
+            report(f"step {number}" + (f" of {total - 1}" if total else ""))
 
         def on_picture(t: float, picture: Image.Image) -> None:
             reply.steps.append((self.copy(picture, largest=STEP), f"t {t:.2f}"))
@@ -234,16 +230,15 @@ class Service:
         for name, value, what in (("images", exchange.pictures, "pictures"), ("history", history, "earlier messages")):
             if value and name not in ability.options:
                 raise ConfigError(f"{ability.name} reads no {what}", remedy=f"a message without {what}")
-        options |= {"history": history} if history else {}
-        if settings.task == "picture":
-            callbacks = {"on_step": on_step, **({"on_picture": on_picture} if settings.steps else {})}
-            options |= {name: one for name, one in callbacks.items() if name in ability.options}
-        for seed in range(settings.seed, settings.seed + settings.samples):
+        callbacks = {"on_step": on_step, "on_picture": on_picture if settings.steps else None}
+        more = {"history": history, **(callbacks if settings.task == "picture" else {})}
+        options |= {name: value for name, value in more.items() if value and name in ability.options}
+        for sample in range(settings.samples):
             number = 0
-            report("draws" if settings.task == "picture" else "writes")
-            result = answer(inferencer, Prompt(exchange.text, [*map(str, exchange.pictures)]), seed=seed, **options)
-            pictures = [as_file(one, self._file()) for one in result.images]
-            reply.answers.append((result.text, pictures))
+            report(f"begins answer {sample + 1} of {settings.samples}")
+            prompt = Prompt(exchange.text, [*map(str, exchange.pictures)])
+            result = answer(inferencer, prompt, seed=settings.seed + sample, **options)
+            reply.answers.append((result.text, [as_file(one, self._file()) for one in result.images]))
 
     def _file(self) -> Path:
         return self._folder / f"{uuid4().hex}.png"

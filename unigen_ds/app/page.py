@@ -25,8 +25,16 @@ from unigen_ds.system.machine import import_optional
 NONE, AVERAGE, RAW = "none", "average (EMA)", "raw"
 CSS = """
 .gradio-container {width: 100% !important; max-width: 1100px !important; margin: auto}
+button[title="Share"] {display: none}
 @media (max-width: 480px) {.gradio-container {padding: 4px !important}}
 """
+LABELS = {
+    "remember": "With the earlier messages", "think": "Think first", "steps": "Show the sampler's steps",
+    "seed": "Seed", "samples": "Answers", "max_length": "Most tokens", "temperature": "Temperature", "top_p": "Top p",
+    "height": "Height (0: the model's)", "width": "Width (0: the model's)",
+}  # fmt: skip
+NEEDS = {"remember": "history", "steps": "on_picture", "height": "size", "width": "size", "samples": "seed"}
+"""Setting -> parameter of ``unified_generate``, where they differ."""
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 MODEL: dict[str, Any] = {**PRIVATE, "concurrency_id": "model", "concurrency_limit": 1}
 """Events that need a model wait for each other."""
@@ -84,7 +92,7 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
     """The page. Its components are in the order in which a narrow screen shows them."""
     names = [*service.models.names()]
     with gr.Blocks(title="unigen_ds", analytics_enabled=False) as page:
-        conversation, keys = gr.State(lambda: Conversation()), gr.State([])
+        conversation, known = gr.State(lambda: Conversation()), gr.State(([], []))
         about = gr.Markdown(elem_id="about")
         with gr.Row():
             chats = [
@@ -109,24 +117,21 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
                                  elem_id=f"weights{number}"),
                         gr.Checkbox(True, label="Adapters", visible=False, elem_id=f"adapters{number}"),
                     ))  # fmt: skip
+        fields = {}
         with gr.Accordion("Settings", open=False, elem_id="settings"):
             with gr.Row():
-                fields = {
-                    name: gr.Checkbox(label=label, elem_id=name, min_width=200)
-                    for name, label in (("remember", "With the earlier messages"), ("think", "Think first"),
-                                        ("steps", "Show the sampler's steps"))
-                }  # fmt: skip
+                for name in ("remember", "think", "steps"):
+                    fields[name] = gr.Checkbox(label=LABELS[name], elem_id=name, min_width=200)
             with gr.Row():
-                fields |= {
-                    name: gr.Number(getattr(Settings, name), label=label, elem_id=name, min_width=120,
-                                    precision=0 if type(getattr(Settings, name)) is int else None)
-                    for name, label in (("seed", "Seed"), ("samples", "Answers"), ("max_length", "Most tokens"),
-                                        ("temperature", "Temperature"), ("top_p", "Top p"),
-                                        ("height", "Height (0: the model's)"), ("width", "Width (0: the model's)"))
-                }  # fmt: skip
-            slots = max(12, *(len(getattr(one.drawing, "__dataclass_fields__", ())) for one in families()))
+                for name in (one for one in LABELS if one not in fields):
+                    default = getattr(Settings, name)
+                    precision = 0 if isinstance(default, int) else None
+                    fields[name] = gr.Number(
+                        default, label=LABELS[name], elem_id=name, min_width=120, precision=precision
+                    )
             with gr.Row():
-                flow = [gr.Textbox(visible=False, min_width=140, elem_classes="flow") for _ in range(slots)]
+                slots = max(12, *(len(getattr(one.drawing, "__dataclass_fields__", ())) for one in families()))
+                flow = [gr.Textbox(visible=False, min_width=140) for _ in range(slots)]
         selects = [component for column in columns for component in column]
 
         def choices_of(values: Sequence[Any]) -> list[Choice]:
@@ -136,7 +141,11 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
         def report(error: object) -> Any:
             return {problem: gr.update(value=str(error), visible=True)}
 
-        def describe(*values: Any) -> Any:
+        def list_models() -> Any:
+            return [gr.update(choices=[*first, *service.models.names()]) for first in ((), (NONE,))]
+
+        def describe(before: tuple[list[str], list[str]], *values: Any) -> Any:
+            """Show what the models can be asked for. Values stay where the kinds of models do."""
             choices = choices_of(values)
             try:
                 facts = [service.describe(choice) for choice in choices]
@@ -147,26 +156,26 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
             drawing = {key: str(value) for one in reversed(abilities) for key, value in one.drawing.items()}
             tasks = [one for one in ("text", "picture") if any(one in able.tasks for able in abilities)]
             lines = (f"**{choice.name}**: {one[1]}" for choice, one in zip(choices, facts, strict=True))
-            result: Any = {problem: gr.update(visible=False), keys: [*drawing], about: "\n\n".join(lines)}
+            now = ([one.name for one in abilities], [*drawing])
+            result: Any = {problem: gr.update(visible=False), known: now, about: "\n\n".join(lines)}
             for number, (chat, choice) in enumerate(zip(chats, (choices[0], choices[-1]), strict=True)):
                 result[chat] = gr.update(label=choice.name, visible=number < len(choices))
             for (_, weights, adapters), one in zip(columns, facts, strict=False):
                 result |= {weights: gr.update(visible=one[2]), adapters: gr.update(visible=one[3])}
-            result[task] = gr.update(choices=tasks, value=tasks[0], visible=len(tasks) > 1)
             result[edit] = gr.update(visible="picture" in tasks and "images" in options)
-            needs = {"remember": "history", "steps": "on_picture", "height": "size", "width": "size", "samples": "seed"}
-            visible = {name: needs.get(name, name) in options for name in fields}
-            result |= {one: gr.update(visible=visible[name]) for name, one in fields.items()}
-            result[fields["remember"]] = gr.update(visible=visible["remember"], value="picture" not in tasks)
-            defaults = [*drawing.items(), *[("", "")] * slots]
-            return result | {
-                one: gr.update(label=key, placeholder=text, value="", visible=bool(key))
-                for one, (key, text) in zip(flow, defaults, strict=False)
-            }
+            for name, component in fields.items():
+                result[component] = gr.update(visible=NEEDS.get(name, name) in options)
+            if now != before:
+                result[task] = gr.update(choices=tasks, value=tasks[0], visible=len(tasks) > 1)
+                result[fields["remember"]] = gr.update(value="picture" not in tasks, visible="history" in options)
+                for one, (key, text) in zip(flow, [*drawing.items(), *[("", "")] * slots], strict=False):
+                    result[one] = gr.update(label=key, placeholder=text, value="", visible=bool(key))
+            return result
 
-        def ask(talk: Conversation, message: Any, answer: str, labels: list[str], *values: Any) -> Any:
-            texts = dict(zip(labels, values[6 + len(fields) :], strict=False))
-            numbers = dict(zip(fields, values[6:], strict=False))
+        def ask(talk: Conversation, message: Any, answer: str, now: Any, *values: Any) -> Any:
+            numbers, texts = (
+                dict(zip(*pair, strict=False)) for pair in ((fields, values[6:]), (now[1], values[6 + len(fields) :]))
+            )
             try:
                 settings = Settings(task=answer, flow={key: text for key, text in texts.items() if text}, **numbers)
                 talk.ask(message["text"].strip(), message["files"], settings, choices_of(values))
@@ -178,34 +187,36 @@ def build(gr: Any, service: Service, *, raw: bool) -> Any:
         def respond(talk: Conversation) -> Iterator[Any]:
             for exchange in service.reply(talk):
                 steps = [(str(path), text) for reply in exchange.replies for path, text in reply.steps]
-                both = [messages(service, talk, column) for column in range(2)]
-                yield [*both, gr.update(value=steps, visible=bool(steps))]
+                yield [
+                    *(messages(service, talk, column) for column in range(2)),
+                    gr.update(value=steps, visible=bool(steps)),
+                ]
 
         def begin(talk: Conversation) -> Any:
             talk.over = True
             return [Conversation(), [], [], gr.update(value=[], visible=False), gr.update(visible=False)]
 
         def last_picture(talk: Conversation, message: Any) -> Any:
-            replies = [reply for one in talk.exchanges for reply in one.replies[:1]]
-            pictures = [path for reply in replies for _, paths in reply.answers for path in paths]
+            answers = [one for exchange in talk.exchanges for one in exchange.replies[0].answers]
+            pictures = [str(path) for _, paths in answers for path in paths]
             if not pictures:
                 return report("there is no picture yet")
-            return {box: {"text": message["text"], "files": [str(pictures[-1])]}, task: "picture"}
+            return {box: {"text": message["text"], "files": pictures[-1:]}, task: "picture"}
 
-        def list_models() -> Any:
-            return [gr.update(choices=[*first, *service.models.names()]) for first in ((), (NONE,))]
-
-        affected = [problem, about, *chats, task, edit, keys, *(one for _, *rest in columns for one in rest)]
-        affected += [*fields.values(), *flow]
-        page.load(list_models, None, [one for one, *_ in columns], queue=False, **PRIVATE).then(
-            describe, selects, affected, **MODEL
-        )
-        for component in selects:
-            component.input(describe, selects, affected, **MODEL)
-        inputs = [conversation, box, task, keys, *selects, *fields.values(), *flow]
-        box.submit(ask, inputs, [problem, box, *chats], queue=False, trigger_mode="multiple", **PRIVATE).then(
-            respond, conversation, [*chats, gallery], trigger_mode="multiple", **MODEL
-        )
-        new.click(begin, conversation, [conversation, *chats, gallery, problem], queue=False, **PRIVATE)
+        affected = [problem, about, known, *chats, task, edit, *selects, *fields.values(), *flow]
+        values = [*selects, *fields.values(), *flow]
+        opened = page.load(list_models, None, [one for one, *_ in columns], queue=False, **PRIVATE)
+        for event in (opened.then, *(one.input for one in selects)):
+            event(describe, [known, *selects], affected, **MODEL)
+        box.submit(
+            ask,
+            [conversation, box, task, known, *values],
+            [problem, box, *chats],
+            queue=False,
+            trigger_mode="multiple",
+            **PRIVATE,
+        ).then(respond, conversation, [*chats, gallery], trigger_mode="multiple", **MODEL)
+        for event in (new.click, *(chat.clear for chat in chats)):
+            event(begin, conversation, [conversation, *chats, gallery, problem], queue=False, **PRIVATE)
         edit.click(last_picture, [conversation, box], [problem, box, task], queue=False, **PRIVATE)
     return page
