@@ -3,6 +3,7 @@
 # make test    lint, types and the tests, but for the slow ones
 # make slow    the tests that make test leaves out (twelve minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
+# make check-app  the page of tools/app.py in headless Chromium, with the models of the demos, or of shorter trainings
 # make docs    the tables of docs/configs.md, from the settings and the docstrings of components
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
@@ -28,7 +29,7 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test slow matrix mixtures robustness crash-states kills worker-kills mutations lint
+.PHONY: demo demo-emoji check-report check-app docs test slow matrix mixtures robustness crash-states kills worker-kills mutations lint
 .PHONY: bench clean
 .DEFAULT_GOAL := test
 
@@ -123,6 +124,11 @@ REPORT ?= $(DEMO_DIR)/report.html
 check-report: $(VENV)/.stamp-test
 	$(PIP) -e '.[browser]'
 	$(BIN)/python -m tests.browser.check_report $(REPORT)
+
+# Needs a Chromium, too.
+check-app: $(VENV)/.stamp-test
+	$(PIP) -e '.[app,browser]'
+	$(BIN)/python -m pytest tests/browser/check_app.py
 
 bench: $(VENV)/.stamp-test
 	@for script in benchmarks/*.py; do \

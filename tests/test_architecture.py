@@ -44,7 +44,7 @@ LAYERS = {
     "report": 10,
     "hooks": 11, "resume": 11,
     "runner": 12, "examples": 12,
-    "checks": 13,
+    "checks": 13, "app": 13,
     "tools": 14,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
