@@ -96,7 +96,7 @@ class Reply:
     error: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Exchange:
     """A request and its replies, one of each model."""
 
@@ -140,17 +140,6 @@ class Interruption(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Notes(logging.Handler):
-    """Adds warnings of the log to a list."""
-
-    def __init__(self, notes: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._notes = notes
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._notes.append(record.getMessage())
-
-
 class Service:
     """Answers to all conversations, one at a time. ``folder`` receives the pictures."""
 
@@ -192,7 +181,9 @@ class Service:
     def _work(self, conversation: Conversation, exchange: Exchange) -> None:
         with self._lock:
             for column, reply in enumerate(exchange.replies):
-                logger().addHandler(notes := Notes(reply.notes))
+                handler = logging.Handler(logging.WARNING)
+                handler.emit = lambda record, notes=reply.notes: notes.append(record.getMessage())  # type: ignore[method-assign]
+                logger().addHandler(handler)
                 try:
                     self._answer(conversation, exchange, column)
                 except Interruption:
@@ -201,8 +192,9 @@ class Service:
                     reply.error = str(error)
                 except Exception as error:  # of a family of one's own, or of the memory: the page continues
                     reply.error = short_text(error)
+                    logger().info("a request failed", exc_info=True)
                 finally:
-                    logger().removeHandler(notes)
+                    logger().removeHandler(handler)
                 reply.progress = ""
 
     def _answer(self, conversation: Conversation, exchange: Exchange, column: int) -> None:

@@ -53,11 +53,12 @@ def serve(
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
         service = Service(Models(paths, device=device, dtype=kind, **source), Path(folder))
         service.describe(Choice(next(iter(service.models.names())), raw))  # an error of the command, not of the page
-        page = build(gr, service, raw=raw).queue(api_open=False)
+        page = Page(gr, service, raw=raw).blocks.queue(api_open=False)
         try:
             page.launch(
                 server_name=host, server_port=port, prevent_thread_lock=True, share=False, quiet=True, ssr_mode=False,
-                run_history=False, footer_links=[], enable_monitoring=False, max_file_size="256mb", css=CSS,
+                run_history=False, footer_links=[], enable_monitoring=False, show_error=True,
+                max_file_size="256mb", css=CSS,
             )  # fmt: skip
         except OSError as error:
             raise ConfigError(f"{host}:{port} cannot be used: {error}", remedy="another --port or --host") from error
@@ -88,135 +89,139 @@ def messages(service: Service, conversation: Conversation, column: int) -> list[
     return result
 
 
-def build(gr: Any, service: Service, *, raw: bool) -> Any:
-    """The page. Its components are in the order in which a narrow screen shows them."""
-    names = [*service.models.names()]
-    with gr.Blocks(title="unigen_ds", analytics_enabled=False) as page:
-        conversation, known = gr.State(lambda: Conversation()), gr.State(([], []))
-        about = gr.Markdown(elem_id="about")
-        with gr.Row():
-            chats = [
-                gr.Chatbot(elem_id=f"chat{number}", height=420, min_width=300, render_markdown=False,
-                           visible=not number, buttons=["copy"], feedback_options=None) for number in range(2)
-            ]  # fmt: skip
-        problem = gr.Textbox(label="Message", elem_id="problem", visible=False, interactive=False, lines=2)
-        task = gr.Radio(["text", "picture"], value="text", label="Answer", elem_id="task")
-        box = gr.MultimodalTextbox(label="Your message", elem_id="box", file_count="multiple", sources=["upload"],
-                                   placeholder="a text, pictures, or both", max_plain_text_length=1 << 20)  # fmt: skip
-        with gr.Row():
-            new = gr.Button("New conversation", elem_id="new", size="md", min_width=120)
-            edit = gr.Button("Edit the last picture", elem_id="edit", size="md", min_width=120)
-        gallery = gr.Gallery(label="Steps of the sampler", elem_id="gallery", visible=False, columns=6, height="auto")
-        columns = []
-        with gr.Accordion("Models", open=False, elem_id="models"), gr.Row():
-            for number, (label, choices) in enumerate((("Model", names), ("Compare with", [NONE, *names]))):
-                with gr.Column(min_width=280):
-                    columns.append((
-                        gr.Dropdown(choices, value=choices[0], label=label, elem_id=f"model{number}"),
-                        gr.Radio([AVERAGE, RAW], value=RAW if raw else AVERAGE, label="Weights", visible=False,
-                                 elem_id=f"weights{number}"),
-                        gr.Checkbox(True, label="Adapters", visible=False, elem_id=f"adapters{number}"),
-                    ))  # fmt: skip
-        fields = {}
-        with gr.Accordion("Settings", open=False, elem_id="settings"):
+class Page:
+    """The components, in the order in which a narrow screen shows them, and what their events do."""
+
+    def __init__(self, gr: Any, service: Service, *, raw: bool) -> None:
+        self.gr, self.service, names = gr, service, [*service.models.names()]
+        with gr.Blocks(title="unigen_ds", analytics_enabled=False) as self.blocks:
+            self.talk, self.known = gr.State(lambda: Conversation()), gr.State(([], []))
+            self.about = gr.Markdown(elem_id="about")
             with gr.Row():
-                for name in ("remember", "think", "steps"):
-                    fields[name] = gr.Checkbox(label=LABELS[name], elem_id=name, min_width=200)
-            with gr.Row():
-                for name in (one for one in LABELS if one not in fields):
-                    default = getattr(Settings, name)
-                    precision = 0 if isinstance(default, int) else None
-                    fields[name] = gr.Number(
-                        default, label=LABELS[name], elem_id=name, min_width=120, precision=precision
-                    )
-            with gr.Row():
-                slots = max(12, *(len(getattr(one.drawing, "__dataclass_fields__", ())) for one in families()))
-                flow = [gr.Textbox(visible=False, min_width=140) for _ in range(slots)]
-        selects = [component for column in columns for component in column]
-
-        def choices_of(values: Sequence[Any]) -> list[Choice]:
-            both = [Choice(name, weights == RAW, on) for name, weights, on in (values[:3], values[3:6])]
-            return [one for one in both if one.name != NONE]
-
-        def report(error: object) -> Any:
-            return {problem: gr.update(value=str(error), visible=True)}
-
-        def list_models() -> Any:
-            return [gr.update(choices=[*first, *service.models.names()]) for first in ((), (NONE,))]
-
-        def describe(before: tuple[list[str], list[str]], *values: Any) -> Any:
-            """Show what the models can be asked for. Values stay where the kinds of models do."""
-            choices = choices_of(values)
-            try:
-                facts = [service.describe(choice) for choice in choices]
-            except UnigenError as error:
-                return report(error)
-            abilities = [one[0] for one in facts]
-            options = frozenset[str]().union(*(one.options for one in abilities))
-            drawing = {key: str(value) for one in reversed(abilities) for key, value in one.drawing.items()}
-            tasks = [one for one in ("text", "picture") if any(one in able.tasks for able in abilities)]
-            lines = (f"**{choice.name}**: {one[1]}" for choice, one in zip(choices, facts, strict=True))
-            now = ([one.name for one in abilities], [*drawing])
-            result: Any = {problem: gr.update(visible=False), known: now, about: "\n\n".join(lines)}
-            for number, (chat, choice) in enumerate(zip(chats, (choices[0], choices[-1]), strict=True)):
-                result[chat] = gr.update(label=choice.name, visible=number < len(choices))
-            for (_, weights, adapters), one in zip(columns, facts, strict=False):
-                result |= {weights: gr.update(visible=one[2]), adapters: gr.update(visible=one[3])}
-            result[edit] = gr.update(visible="picture" in tasks and "images" in options)
-            for name, component in fields.items():
-                result[component] = gr.update(visible=NEEDS.get(name, name) in options)
-            if now != before:
-                result[task] = gr.update(choices=tasks, value=tasks[0], visible=len(tasks) > 1)
-                result[fields["remember"]] = gr.update(value="picture" not in tasks, visible="history" in options)
-                for one, (key, text) in zip(flow, [*drawing.items(), *[("", "")] * slots], strict=False):
-                    result[one] = gr.update(label=key, placeholder=text, value="", visible=bool(key))
-            return result
-
-        def ask(talk: Conversation, message: Any, answer: str, now: Any, *values: Any) -> Any:
-            numbers, texts = (
-                dict(zip(*pair, strict=False)) for pair in ((fields, values[6:]), (now[1], values[6 + len(fields) :]))
+                self.chats = [
+                    gr.Chatbot(elem_id=f"chat{number}", height=420, min_width=300, render_markdown=False,
+                               visible=not number, buttons=["copy"], feedback_options=None) for number in range(2)
+                ]  # fmt: skip
+            self.problem = gr.Textbox(label="Message", elem_id="problem", visible=False, interactive=False, lines=2)
+            self.task = gr.Radio(["text", "picture"], value="text", label="Answer", elem_id="task")
+            self.box = gr.MultimodalTextbox(
+                label="Your message", elem_id="box", file_count="multiple", max_plain_text_length=1 << 20
             )
-            try:
-                settings = Settings(task=answer, flow={key: text for key, text in texts.items() if text}, **numbers)
-                talk.ask(message["text"].strip(), message["files"], settings, choices_of(values))
-            except UnigenError as error:
-                return report(error)
-            both = {chat: messages(service, talk, column) for column, chat in enumerate(chats)}
-            return {**both, problem: gr.update(visible=False), box: None}
+            with gr.Row():
+                self.new = gr.Button("New conversation", elem_id="new", size="md", min_width=120)
+                self.edit = gr.Button("Edit the last picture", elem_id="edit", size="md", min_width=120)
+            self.gallery = gr.Gallery(label="Steps of the sampler", elem_id="gallery", visible=False, columns=6)
+            with gr.Accordion("Models", open=False, elem_id="models"), gr.Row():
+                self.columns = [self._column(0, names, raw), self._column(1, [NONE, *names], raw)]
+            with gr.Accordion("Settings", open=False, elem_id="settings"):
+                self._add_settings()
+            self._connect()
 
-        def respond(talk: Conversation) -> Iterator[Any]:
-            for exchange in service.reply(talk):
-                steps = [(str(path), text) for reply in exchange.replies for path, text in reply.steps]
-                yield [
-                    *(messages(service, talk, column) for column in range(2)),
-                    gr.update(value=steps, visible=bool(steps)),
-                ]
+    def _column(self, number: int, names: list[str], raw: bool) -> list[Any]:
+        gr, label = self.gr, "Compare with" if number else "Model"
+        with gr.Column(min_width=280):
+            return [
+                gr.Dropdown(names, value=names[0], label=label, elem_id=f"model{number}"),
+                gr.Radio([AVERAGE, RAW], value=RAW if raw else AVERAGE, label="Weights", visible=False,
+                         elem_id=f"weights{number}"),
+                gr.Checkbox(True, label="Adapters", visible=False, elem_id=f"adapters{number}"),
+            ]  # fmt: skip
 
-        def begin(talk: Conversation) -> Any:
-            talk.over = True
-            return [Conversation(), [], [], gr.update(value=[], visible=False), gr.update(visible=False)]
+    def _add_settings(self) -> None:
+        gr, switches = self.gr, ("remember", "think", "steps")
+        with gr.Row():
+            self.fields = {one: gr.Checkbox(label=LABELS[one], elem_id=one, min_width=200) for one in switches}
+        with gr.Row():
+            for name in (one for one in LABELS if one not in switches):
+                value = getattr(Settings, name)
+                options = {"label": LABELS[name], "elem_id": name, "min_width": 120}
+                self.fields[name] = gr.Number(value, precision=0 if isinstance(value, int) else None, **options)
+        with gr.Row():
+            number = max(12, *(len(getattr(one.drawing, "__dataclass_fields__", ())) for one in families()))
+            self.flow = [gr.Textbox(visible=False, min_width=140) for _ in range(number)]
 
-        def last_picture(talk: Conversation, message: Any) -> Any:
-            answers = [one for exchange in talk.exchanges for one in exchange.replies[0].answers]
-            pictures = [str(path) for _, paths in answers for path in paths]
-            if not pictures:
-                return report("there is no picture yet")
-            return {box: {"text": message["text"], "files": pictures[-1:]}, task: "picture"}
-
-        affected = [problem, about, known, *chats, task, edit, *selects, *fields.values(), *flow]
-        values = [*selects, *fields.values(), *flow]
-        opened = page.load(list_models, None, [one for one, *_ in columns], queue=False, **PRIVATE)
+    def _connect(self) -> None:
+        talk, box, problem, fields, new = self.talk, self.box, self.problem, [*self.fields.values()], self.new
+        selects = [one for column in self.columns for one in column]
+        affected = [problem, self.about, self.known, *self.chats, self.task, self.edit, *selects, *fields, *self.flow]
+        names = [column[0] for column in self.columns]
+        opened = self.blocks.load(self.list_models, None, names, queue=False, **PRIVATE)
         for event in (opened.then, *(one.input for one in selects)):
-            event(describe, [known, *selects], affected, **MODEL)
-        box.submit(
-            ask,
-            [conversation, box, task, known, *values],
-            [problem, box, *chats],
-            queue=False,
-            trigger_mode="multiple",
-            **PRIVATE,
-        ).then(respond, conversation, [*chats, gallery], trigger_mode="multiple", **MODEL)
-        for event in (new.click, *(chat.clear for chat in chats)):
-            event(begin, conversation, [conversation, *chats, gallery, problem], queue=False, **PRIVATE)
-        edit.click(last_picture, [conversation, box], [problem, box, task], queue=False, **PRIVATE)
-    return page
+            event(self.describe, [self.known, *selects], affected, **MODEL)
+        inputs = [talk, box, self.task, self.known, *selects, *fields, *self.flow]
+        sent = box.submit(
+            self.ask, inputs, [problem, box, *self.chats], queue=False, trigger_mode="multiple", **PRIVATE
+        )
+        sent.then(self.respond, talk, [*self.chats, self.gallery], trigger_mode="multiple", **MODEL)
+        for event in (new.click, *(chat.clear for chat in self.chats)):
+            event(self.begin, talk, [talk, *self.chats, self.gallery, problem], queue=False, **PRIVATE)
+        self.edit.click(self.last_picture, [talk, box], [problem, box, self.task], queue=False, **PRIVATE)
+
+    def list_models(self) -> Any:
+        return [self.gr.update(choices=[*first, *self.service.models.names()]) for first in ((), (NONE,))]
+
+    def describe(self, before: tuple[list[str], list[str]], *values: Any) -> Any:
+        """Show what the models can be asked for. Values stay where the kinds of models do."""
+        choices, update = choices_of(values), self.gr.update
+        try:
+            facts = [self.service.describe(choice) for choice in choices]
+        except UnigenError as error:
+            return self._report(error)
+        abilities = [one[0] for one in facts]
+        options = frozenset[str]().union(*(one.options for one in abilities))
+        drawing = {key: str(value) for one in reversed(abilities) for key, value in one.drawing.items()}
+        tasks = [one for one in ("text", "picture") if any(one in able.tasks for able in abilities)]
+        lines = (f"**{choice.name}**: {one[1]}" for choice, one in zip(choices, facts, strict=True))
+        now = ([one.name for one in abilities], [*drawing])
+        result: Any = {self.problem: update(visible=False), self.known: now, self.about: "\n\n".join(lines)}
+        for number, (chat, choice) in enumerate(zip(self.chats, (choices[0], choices[-1]), strict=True)):
+            result[chat] = update(label=choice.name, visible=number < len(choices))
+        for (_, weights, adapters), one in zip(self.columns, facts, strict=False):
+            result |= {weights: update(visible=one[2]), adapters: update(visible=one[3])}
+        result[self.edit] = update(visible="picture" in tasks and "images" in options)
+        if now != before:
+            result[self.task] = update(choices=tasks, value=tasks[0], visible=len(tasks) > 1)
+            for name, field in self.fields.items():
+                result[field] = update(visible=NEEDS.get(name, name) in options)
+            result[self.fields["remember"]]["value"] = "picture" not in tasks
+            for one, (key, text) in zip(self.flow, [*drawing.items(), *[("", "")] * len(self.flow)], strict=False):
+                result[one] = update(label=key, placeholder=text, value="", visible=bool(key))
+        return result
+
+    def ask(self, talk: Conversation, message: Any, task: str, known: Any, *values: Any) -> Any:
+        numbers = dict(zip(self.fields, values[6:], strict=False))
+        texts = dict(zip(known[1], values[6 + len(numbers) :], strict=False))
+        try:
+            settings = Settings(task=task, flow={key: text for key, text in texts.items() if text}, **numbers)
+            talk.ask(message["text"].strip(), message["files"], settings, choices_of(values))
+        except UnigenError as error:
+            return self._report(error)
+        both = {chat: messages(self.service, talk, column) for column, chat in enumerate(self.chats)}
+        return {**both, self.problem: self.gr.update(visible=False), self.box: None}
+
+    def respond(self, talk: Conversation) -> Iterator[Any]:
+        for exchange in self.service.reply(talk):
+            steps = [(str(path), text) for reply in exchange.replies for path, text in reply.steps]
+            both = [messages(self.service, talk, column) for column in range(2)]
+            yield [*both, self.gr.update(value=steps, visible=bool(steps))]
+
+    def begin(self, talk: Conversation) -> Any:
+        """Begin a new conversation. Whatever is still answered in the old one is shown nowhere."""
+        talk.over = True
+        return [Conversation(), [], [], self.gr.update(value=[], visible=False), self.gr.update(visible=False)]
+
+    def last_picture(self, talk: Conversation, message: Any) -> Any:
+        """Put it into the message, to be edited or read."""
+        answers = [one for exchange in talk.exchanges for one in exchange.replies[0].answers]
+        pictures = [str(path) for _, paths in answers for path in paths]
+        if not pictures:
+            return self._report("there is no picture yet")
+        return {self.box: {"text": message["text"], "files": pictures[-1:]}, self.task: "picture"}
+
+    def _report(self, error: object) -> Any:
+        return {self.problem: self.gr.update(value=str(error), visible=True)}
+
+
+def choices_of(values: Sequence[Any]) -> list[Choice]:
+    both = [Choice(name, weights == RAW, on) for name, weights, on in (values[:3], values[3:6])]
+    return [one for one in both if one.name != NONE]
