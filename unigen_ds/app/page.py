@@ -99,7 +99,7 @@ class Page:
             self.about = gr.Markdown(elem_id="about")
             with gr.Row():
                 self.chats = [
-                    gr.Chatbot(elem_id=f"chat{number}", height=420, min_width=300, render_markdown=False,
+                    gr.Chatbot(elem_id=f"chat{number}", height="60vh", min_width=300, render_markdown=False,
                                visible=not number, buttons=["copy"], feedback_options=None) for number in range(2)
                 ]  # fmt: skip
             self.problem = gr.Textbox(label="Message", elem_id="problem", visible=False, interactive=False, lines=2)
@@ -203,7 +203,8 @@ class Page:
         for exchange in self.service.reply(talk):
             steps = [(str(path), text) for reply in exchange.replies for path, text in reply.steps]
             both = [messages(self.service, talk, column) for column in range(2)]
-            yield [*both, self.gr.update(value=steps, visible=bool(steps))]
+            text = exchange.settings.task == "text"  # the steps of the last picture stay
+            yield [*both, self.gr.skip() if text else self.gr.update(value=steps, visible=bool(steps))]
 
     def begin(self, talk: Conversation) -> Any:
         """Begin a new conversation. Whatever is still answered in the old one is shown nowhere."""
