@@ -44,7 +44,7 @@ LAYERS = {
     "report": 10,
     "hooks": 11, "resume": 11,
     "runner": 12, "examples": 12,
-    "checks": 13,
+    "checks": 13, "app": 13,
     "tools": 14,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
@@ -337,7 +337,7 @@ def test_no_two_modules_have_a_function_or_class_of_one_name() -> None:
 
 
 _SOURCES = (".py", ".toml", ".c", ".cpp")
-MOST_LINES = {"unigen_ds": 42_000, "tests": 42_000}
+MOST_LINES = {"unigen_ds": 43_500, "tests": 43_000}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,
