@@ -1,6 +1,7 @@
 """Look at a report in headless Chromium: ``python -m tests.browser.check_report REPORT.html [...]``.
 
-Each file is opened from disk at 1280 and 390 pixels, light and dark, and printed as a picture into a temporary folder.
+Each file is opened from disk (or the address of ``tools/report.py --serve``, whose page must renew itself and keep what
+the reader sees) at 1280 and 390 pixels, light and dark, and printed as a picture into a temporary folder.
 Exit status 1 where the page scrolls sideways, an element leaves the page, a script fails, anything but the file is
 requested, text has too little contrast to its ground, or the values under the pointer do not appear. Needs playwright
 (``pip install 'unigen_ds[browser]'``) and a Chromium (the system's, or ``playwright install chromium``).
@@ -49,16 +50,18 @@ CONTRAST = """() => {
 }""".replace("LEAST", str(LEAST_CONTRAST))
 
 
-def problems_of(page: Any, file: Path, shot: Path) -> list[str]:
+def problems_of(page: Any, address: str, shot: Path) -> list[str]:
     """What is wrong with the page at its present size; the picture is at ``shot``."""
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"script: {error}"))
     page.on("request", lambda r: problems.append(f"request: {r.url[:80]}")
-            if r.url != file.as_uri() and not r.url.startswith("data:") else None)  # fmt: skip
-    page.goto(file.as_uri())
+            if r.url != address and not r.url.startswith("data:") else None)  # fmt: skip
+    page.goto(address)
     page.wait_for_load_state("networkidle")
     page.screenshot(path=str(shot), full_page=True)
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    if not address.startswith("file:"):
+        problems += renewal_problems(page)
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     if wide > 0:
         problems.append(f"scrolls sideways by {wide} pixels")
@@ -73,6 +76,14 @@ def problems_of(page: Any, file: Path, shot: Path) -> list[str]:
             problems.append("no values appear under the pointer")
         page.screenshot(path=str(shot.with_suffix(".pointer.png")))
     return problems
+
+
+def renewal_problems(page: Any) -> list[str]:
+    """Whether a served page exchanges its content, and then has the same scroll position and open details."""
+    page.evaluate("document.querySelector('main').dataset.old = 1; scrollTo({top: 700, behavior: 'instant'})")
+    page.wait_for_function("!document.querySelector('main').dataset.old", timeout=15_000)
+    state = page.evaluate("[scrollY, document.querySelectorAll('details:not([open])').length, live.className]")
+    return [] if state == [700, 0, "chip good"] else [f"after a renewal, scroll, closed details and state: {state}"]
 
 
 def main(files: list[str]) -> int:
@@ -92,14 +103,15 @@ def main(files: list[str]) -> int:
                     context = browser.new_context(
                         viewport={"width": width, "height": 900},
                         color_scheme=scheme,
-                        offline=True,
+                        offline=not name.startswith("http:"),
                         device_scale_factor=1,
                     )
-                    file, shot = Path(name).resolve(), folder / f"{number}-{width}-{scheme}.png"
-                    problems = problems_of(context.new_page(), file, shot)
+                    address = name if name.startswith("http:") else Path(name).resolve().as_uri()
+                    shot = folder / f"{number}-{width}-{scheme}.png"
+                    problems = problems_of(context.new_page(), address, shot)
                     context.close()
                     failed |= bool(problems)
-                    print(f"{file.name} {width} {scheme}: {'ok' if not problems else ''}  {shot}")
+                    print(f"{Path(name).name or name} {width} {scheme}: {'ok' if not problems else ''}  {shot}")
                     print("".join(f"  {text}\n" for text in dict.fromkeys(problems)), end="")
         browser.close()
     return int(failed)

@@ -284,8 +284,8 @@ class Backend(abc.ABC):
             self.load_loss_scale(scale, int(good))
 
     def log_summary(self, engine: str, *, units: Sequence[str] = ()) -> None:
-        """Log the numbers of parameters, each rank's bytes of masters, and the sharding units. Collective."""
-        trainable, frozen = sum(self.trainable_sizes().values()), sum(self.frozen_sizes().values())
+        """Log the engine, each rank's bytes of masters, and the sharding units. Collective."""
+        trainable = sum(self.trainable_sizes().values())
         mine = sum(shard.data.nbytes for shard in self.master_shards())
         sizes = dist.sum_floats([mine if rank == self.dp_rank else 0 for rank in range(self.dp_size)])
         entries = []
@@ -294,9 +294,8 @@ class Backend(abc.ABC):
             ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
             entries.append(f"{ranks}: {size:,.0f} ({100 * size / max(4 * trainable, 1):.1f} %)")
         logger().info(
-            f"{engine} over {self.dp_size} process(es), {self.topology()['precision']}: {trainable / 1e6:.2f} M"
-            f" trainable and {frozen / 1e6:.2f} M frozen parameters. Bytes of fp32 masters (and as many for each Adam"
-            f" moment): {', '.join(entries)}."
+            f"Engine: {engine} over {self.dp_size} process(es), {self.topology()['precision']}. Bytes of fp32 masters"
+            f" (and as many for each Adam moment): {', '.join(entries)}."
         )
         if units:
             kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in units)

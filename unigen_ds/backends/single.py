@@ -54,6 +54,7 @@ class SingleBackend(TorchOptimizerBackend):
                 masters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                 parameter.data = parameter.data.to(COMPUTE_DTYPE[optimizer_cfg.precision])
         self._own(model, masters, param_groups, optimizer_cfg)
+        self.log_summary("single")
 
     def topology(self) -> dict[str, Any]:
         return {"engine": "single", "dp_size": 1, "precision": self._cfg.precision}

@@ -20,7 +20,15 @@ from unigen_ds.data.batches.display import ShownImage, ShownSample, ShownToken, 
 from unigen_ds.data.batches.loader import MicroBatch
 from unigen_ds.data.batches.statistics import describe_data, epoch_balance, first_rows, reasons, titles, tokens_of
 from unigen_ds.data.batches.stream import SequenceStream
-from unigen_ds.report.document import data_uri, group_digits, number_text, percent, plural, write_document
+from unigen_ds.report.document import (
+    data_uri,
+    document_text,
+    group_digits,
+    number_text,
+    percent,
+    plural,
+    write_document,
+)
 
 _KINDS = ("text", "image", "other")
 LARGEST = 128
@@ -52,8 +60,7 @@ def write_data_page(
     for one in reasons(stream):
         row = (one.source, one.reason, one.number, one.number / max(one.total, 1), ", ".join(one.ids))
         left_out[one.used].append(row)
-    return write_document(
-        out,
+    text = document_text(
         "data.html.j2",
         title=title,
         source=f"the training data of {title}",
@@ -68,6 +75,7 @@ def write_data_page(
         skipped_sources=skipped_sources,
         sequences=[_sequence(stream, one, processor, notes or {}) for one in batches],
     )
+    return write_document(out, text)
 
 
 def _balance(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, float, list[dict[str, Any]]]]:

@@ -53,10 +53,14 @@ def _script_json(value: Any) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def write_document(out: Path, template: str, **values: Any) -> Path:
-    """Write a page. Raises ``ConfigError`` where ``out`` cannot be written."""
+def document_text(template: str, *, every_s: float | None = None, **values: Any) -> str:
+    """A page. ``every_s``: how often, in seconds, it asks its server for the present one; None: it is a file."""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
-    text = _environment().get_template(template).render(**values, now=now)
+    return _environment().get_template(template).render(**values, now=now, every_s=every_s)
+
+
+def write_document(out: Path, text: str) -> Path:
+    """Write a page. Raises ``ConfigError`` where ``out`` cannot be written."""
     try:
         write_text_atomic(out, text)
     except OSError as error:

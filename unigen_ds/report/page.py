@@ -15,6 +15,7 @@ from unigen_ds.report.charts import Mark, Series, chart
 from unigen_ds.report.document import (
     TableCell,
     data_uri,
+    document_text,
     group_digits,
     number_text,
     percent,
@@ -50,12 +51,18 @@ _PROCESSES = ("topology.", "machine.")
 
 def write_report(work_dirs: Sequence[Path], out: Path, *, max_pictures: int = MAX_PICTURES) -> Path:
     """Write the report of some runs. Raises ``CheckpointError`` for what is none, ``ConfigError`` for a bad ``out``."""
+    return write_document(out, report_text(work_dirs, max_pictures=max_pictures))
+
+
+def report_text(work_dirs: Sequence[Path], *, max_pictures: int = MAX_PICTURES, every_s: float | None = None) -> str:
+    """The page. ``every_s``: how often it asks its server for the present one; None: it is a file, and does not."""
     runs = {name: read_work_dir(path) for name, path in run_names(work_dirs).items()}
-    values = {"title": " · ".join(runs), "source": ", ".join(str(run.path) for run in runs.values())}
+    source = ", ".join(str(run.path) for run in runs.values())
+    values: dict[str, Any] = {"title": " · ".join(runs), "source": source, "every_s": every_s}
     if len(runs) > 1:
-        return write_document(out, "runs.html.j2", **values, **comparison(runs))
+        return document_text("runs.html.j2", **values, **comparison(runs))
     (run,) = runs.values()
-    return write_document(out, "run.html.j2", **values, view=view_of(run, budget=max_pictures))
+    return document_text("run.html.j2", **values, view=view_of(run, budget=max_pictures))
 
 
 def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 // The values under the pointer. The page is complete without it.
-document.querySelectorAll('.plot').forEach(function(plot){
+function addCursors(){document.querySelectorAll('.plot').forEach(function(plot){
   var data=JSON.parse(plot.querySelector('script').textContent),cursor=plot.querySelector('.cursor');
   function text(v){return v===0?'0':Math.abs(v)>=1e4?Math.round(v).toLocaleString('en'):String(+v.toPrecision(4))}
   function near(p,x){var a=0,b=p.length-1;while(b-a>1){var m=(a+b)>>1;if(p[m][0]<x)a=m;else b=m}
@@ -19,4 +19,5 @@ document.querySelectorAll('.plot').forEach(function(plot){
     cursor.replaceChildren(card);cursor.hidden=false;
     var at=(best-data.left)/(data.right-data.left);cursor.style.left=100*at+'%';cursor.classList.toggle('flip',at>.55)}
   plot.addEventListener('pointermove',move);plot.addEventListener('pointerdown',move);
-  plot.addEventListener('pointerleave',function(){cursor.hidden=true})});
+  plot.addEventListener('pointerleave',function(){cursor.hidden=true})});}
+addCursors();

@@ -33,11 +33,16 @@ class _LogFile(logging.FileHandler):
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what ``sys.stderr`` is at that moment: a progress bar replaces it, to print above itself."""
+    """Writes to what ``sys.stderr`` is at that moment: a progress bar replaces it, to print above itself. A line with
+    ``extra=ON_BAR`` is left to the bar, where there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
-        super().emit(record)
+        if not (hasattr(record, "on_bar") and sys.stderr.isatty()):
+            super().emit(record)
+
+
+ON_BAR = {"on_bar": True}
 
 
 def logger() -> logging.Logger:

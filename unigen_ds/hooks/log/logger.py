@@ -34,7 +34,7 @@ from unigen_ds.hooks.log.journal import JournalHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
-from unigen_ds.system.log import logger
+from unigen_ds.system.log import ON_BAR, logger
 from unigen_ds.tracking.writer import SafeWriter, Writer
 
 if TYPE_CHECKING:
@@ -274,15 +274,17 @@ class LoggerHook(JournalHook):
         return values
 
     def _display(self, line: str, sequences: int, total: float) -> None:
-        """A bar with the line beside it where standard error is a terminal; else a log line."""
+        """A log line; where standard error is a terminal, it is beside a bar there."""
+        logger().info("%s", line, extra=ON_BAR)
         if not sys.stderr.isatty():
-            logger().info("%s", line)
             return
         if self._bar is None:
             columns = TextColumn("{task.percentage:>5.1f} %"), BarColumn(bar_width=20), TextColumn("{task.description}")
             self._bar = RichBar(*columns, console=RichOutput(stderr=True), auto_refresh=False)
             self._bar.start()
             self._bar.add_task("", total=total if total < float("inf") else None)
+        if len(line) > self._bar.console.width - 40:
+            line = "  ".join(part for part in line.split("  ") if part.startswith(("update", "loss ", "ETA")))
         self._bar.update(self._bar.task_ids[0], completed=sequences, description=line, refresh=True)
 
 

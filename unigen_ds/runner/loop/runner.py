@@ -31,6 +31,7 @@ from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
 from unigen_ds.runner.open.trained import export_checkpoint
 from unigen_ds.runner.start.build import check_states
+from unigen_ds.runner.start.log_lines import outcome_line
 from unigen_ds.runner.start.parts import Parts, build_parts, parts_after, restore
 from unigen_ds.system import dist, rank_errors
 from unigen_ds.system.clock import Clock
@@ -370,6 +371,8 @@ def train_config(config: Any, *, max_updates: int | None = None) -> str | None:
     if runner.finished and 0 < remaining < size:
         logger().info("The %d sequences that are left until the end of train_cfg fill no update of %d.",
                       remaining, size)  # fmt: skip
+    if dist.is_main():
+        logger().info(outcome_line(runner._parts.settings, runner.datasets, complete=runner.finished))
     return runner.stop_reason
 
 
@@ -400,5 +403,5 @@ class Parameters:
                 f" {first_names(names)}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
-                " with other parameters is a class of your own (docs/extending.md)",
+                " with other parameters is a class of your own (docs/extending/model.md)",
             )

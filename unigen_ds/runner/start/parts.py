@@ -38,6 +38,7 @@ from unigen_ds.runner.settings.environment import apply_environment, apply_varia
 from unigen_ds.runner.settings.naming import PLACE, name_and_folder
 from unigen_ds.runner.settings.tree import Settings, dotted_name, leaves
 from unigen_ds.runner.start import build, stages
+from unigen_ds.runner.start.log_lines import memory_line, model_line, run_line, schedule_line
 from unigen_ds.runner.start.stages import Start
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import clock, dist, log, rank_errors
@@ -76,23 +77,27 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     plan, start, findings, hooks = _begin(settings, backend, geometry, max_updates)
     settings, data, geometry = start.settings, start.data, start.geometry
     agree_on_data(settings, data, total_sequences=start.total_sequences)
+    logger = log.logger()
+    if dist.is_main():
+        for warns, line in start_lines(data.stream):
+            logger.log(WARNING if warns else INFO, line)
+        for line in data.validation.start_lines():
+            logger.info(line)
+        logger.info("Effective batch: %s sequences per update; %d per epoch.",
+                    geometry, start.ruler.sequences_per_epoch)  # fmt: skip
     seed_everything(settings.seed, rank=dist.rank())
     model: Any = build.build_model(settings, data.processor, seed=settings.seed, stream=True)
     start.check_positions(model)
     initial = model.initial_weights(seed=settings.seed) if on_meta(model) else None
     named_parameters = build.named_parameters(model)
+    logger.info(model_line(settings.model.name, named_parameters))
     groups, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
     build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
-    if dist.is_main():
-        logger, per_epoch = log.logger(), start.ruler.sequences_per_epoch
-        for warns, line in start_lines(data.stream):
-            logger.log(WARNING if warns else INFO, line)
-        for line in data.validation.start_lines():
-            logger.info(line)
-        logger.info("Effective batch: %s sequences per update; %d per epoch.", geometry, per_epoch)
+    logger.info(memory_line(backend))
+    logger.info(schedule_line(start, schedules, geometry, hooks, max_updates=max_updates))
     return Parts(
         settings=settings,
         plan=plan,
@@ -173,6 +178,8 @@ def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Res
     """Set up the log, and make the plan and, on a resume, the start and the checklist. On rank 0."""
     file, level = settings.folder / "train.log", settings.env.log_level
     logger = log.setup(rank=dist.env_rank(), log_file=file, level=level, new_start=True)
+    if not dist.is_joined():
+        logger.info(run_line(settings))
     plan = stages.plan_start(settings)
     for message in plan.messages:
         logger.log(WARNING if message.startswith(NOT_RESUMED) else INFO, message)  # updates are lost
