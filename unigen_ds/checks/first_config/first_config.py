@@ -242,7 +242,7 @@ def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) ->
     if config.data.is_text:
         hold = min(longest, 2048 if cuda else 512)
     length = min(max(64 * math.ceil(hold / 64), least), limit)
-    why = f"the longest record has {longest:,}, 99 % at most {usual:,}"
+    why = f"the longest record has {longest:,} tokens, 99 % at most {usual:,}"
     if long := int((lengths > length).sum()):
         why += f"; {long:,} longer ones are {'split' if config.data.is_text else 'left out'}"
     why += f"; positions {limit:,}" if limit < longest else ""
