@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.end_to_end.models.test_lora import base, config  # noqa: F401 - a fixture
 from tests.families.tiny_transformers import write_images
 from tests.plugin.data import RowsProcessor
 from tests.plugin.family import Predictor, RowsNetwork
@@ -85,6 +86,23 @@ def test_weights_and_models_beside_each_other(run: Path, service: Service) -> No
     assert [service.describe(Choice(name, raw=is_raw))[2:] for is_raw in (False, True)] == [(True, False)] * 2
     (reply,) = ask(service, Conversation(), "draw a three", DRAW, Choice(str(run.parent / "other")))
     assert "there is no model" in reply.error and name in reply.error
+
+
+def test_adapters_on_and_off(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    Runner.from_cfg(config(tmp_path, base), max_updates=8).train()
+    service = service_of(tmp_path, tmp_path / "run")
+    (name,) = list(service.models.names())[:1]
+    with_adapters, without = (Choice(name, adapters=on) for on in (True, False))
+    replies = ask(
+        service, Conversation(), "one two", AnswerSettings(max_length=8), with_adapters, without, with_adapters
+    )
+    texts = [reply.answers[0][0] for reply in replies]
+    expected = [open_inferencer(one).unified_generate("one two", max_length=8).text for one in (tmp_path / "run", base)]
+    assert texts == [*expected, expected[0]] and expected[0] != expected[1]
+    assert [service.describe(one)[1].rpartition(", ")[2] for one in (with_adapters, without)] == [
+        "with adapters",
+        "without its adapters",
+    ]
 
 
 def png(width: int, height: int) -> bytes:
