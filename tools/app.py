@@ -40,13 +40,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     log.setup(rank=0)
-    from unigen_ds.app.page import serve  # after parsing: --help and a wrong argument do not wait for torch
+    from unigen_ds.app.page import serve_page  # after parsing: --help and a wrong argument do not wait for torch
     from unigen_ds.runner.open.trained import source_of
 
     names = ("host", "port", "raw", "device", "dtype")
     options = {name: getattr(arguments, name) for name in names}
     with contextlib.suppress(KeyboardInterrupt):
-        serve(arguments.models, **options, **source_of(arguments))
+        serve_page(arguments.models, **options, **source_of(arguments))
     return 0
 
 

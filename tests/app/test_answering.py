@@ -12,11 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.end_to_end.models.test_lora import base, config  # noqa: F401 - a fixture
 from tests.families.tiny_transformers import write_images
 from tests.plugin.data import RowsProcessor
 from tests.plugin.family import Predictor, RowsNetwork
 from tests.tiny import tiny_config
-from unigen_ds.app.ability import Ability, Settings
+from unigen_ds.app.ability import Ability, AnswerSettings
 from unigen_ds.app.answering import Choice, Conversation, Models, Service
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.images.image_files import UnreadableImage
@@ -26,7 +27,7 @@ from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_inferencer
 
 FAST = {"num_timesteps": "4"}
-DRAW = Settings(task="picture", flow=FAST)
+DRAW = AnswerSettings(task="picture", flow=FAST)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ def service(run: Path, tmp_path: Path) -> Service:
     return service_of(tmp_path, run)
 
 
-def ask(service: Service, talk: Conversation, text: str, settings: Settings, *choices: Choice, files: Any = ()) -> Any:
+def ask(
+    service: Service, talk: Conversation, text: str, settings: AnswerSettings, *choices: Choice, files: Any = ()
+) -> Any:
     """The replies when they are complete."""
     choices = choices or (Choice(next(iter(service.models.names()))),)
     talk.ask(text, [*map(str, files)], settings, choices)
@@ -56,17 +59,19 @@ def ask(service: Service, talk: Conversation, text: str, settings: Settings, *ch
 
 
 def test_a_drawing_with_its_steps_is_that_of_the_inferencer(run: Path, service: Service) -> None:
-    seen: list[float] = []
-    settings = Settings(task="picture", steps=True, seed=3, samples=2, flow=FAST)
+    times: list[float] = []
+    settings = AnswerSettings(task="picture", sampler_steps=True, seed=3, samples=2, flow=FAST)
     (reply,) = ask(service, Conversation(), "draw a handwritten three", settings)
     (_, [first]), (_, [second]) = reply.answers
     expected = open_inferencer(run).unified_generate(
-        "draw a handwritten three", seed=3, flow={"num_timesteps": 4}, on_picture=lambda t, _: seen.append(t)
+        "draw a handwritten three", seed=3, flow={"num_timesteps": 4}, on_picture=lambda t, _: times.append(t)
     )
     assert Image.open(first).tobytes() == expected.images[0].tobytes() != Image.open(second).tobytes()
-    assert [text for _, text in reply.steps] == [f"t {t:.2f}" for t in seen] * 2 and len(seen) == 3 and seen[0] == 1.0
+    assert (
+        [text for _, text in reply.steps] == [f"t {t:.2f}" for t in times] * 2 and len(times) == 3 and times[0] == 1.0
+    )
     assert Image.open(reply.steps[0][0]).size == (192, 192) and not reply.notes
-    (reply,) = ask(service, Conversation(), "", Settings(max_length=4), files=[first])
+    (reply,) = ask(service, Conversation(), "", AnswerSettings(max_length=4), files=[first])
     assert reply.answers == [
         (open_inferencer(run).unified_generate("", images=first, understand=True, max_length=4).text, [])
     ]
@@ -81,6 +86,23 @@ def test_weights_and_models_beside_each_other(run: Path, service: Service) -> No
     assert [service.describe(Choice(name, raw=is_raw))[2:] for is_raw in (False, True)] == [(True, False)] * 2
     (reply,) = ask(service, Conversation(), "draw a three", DRAW, Choice(str(run.parent / "other")))
     assert "there is no model" in reply.error and name in reply.error
+
+
+def test_adapters_on_and_off(base: Path, tmp_path: Path) -> None:  # noqa: F811
+    Runner.from_cfg(config(tmp_path, base), max_updates=8).train()
+    service = service_of(tmp_path, tmp_path / "run")
+    (name,) = list(service.models.names())[:1]
+    with_adapters, without = (Choice(name, adapters=on) for on in (True, False))
+    replies = ask(
+        service, Conversation(), "one two", AnswerSettings(max_length=8), with_adapters, without, with_adapters
+    )
+    texts = [reply.answers[0][0] for reply in replies]
+    expected = [open_inferencer(one).unified_generate("one two", max_length=8).text for one in (tmp_path / "run", base)]
+    assert texts == [*expected, expected[0]] and expected[0] != expected[1]
+    assert [service.describe(one)[1].rpartition(", ")[2] for one in (with_adapters, without)] == [
+        "with adapters",
+        "without its adapters",
+    ]
 
 
 def png(width: int, height: int) -> bytes:
@@ -105,9 +127,9 @@ def test_an_upload_is_checked_as_a_picture_of_a_record(content: bytes, message: 
     (tmp_path / "upload.png").write_bytes(content)
     talk = Conversation()
     with pytest.raises(UnreadableImage, match=message):
-        talk.ask("what is this", [str(tmp_path / "upload.png")], Settings(), [])
+        talk.ask("what is this", [str(tmp_path / "upload.png")], AnswerSettings(), [])
     with pytest.raises(ConfigError, match="the message is empty"):
-        talk.ask("", [], Settings(), [])
+        talk.ask("", [], AnswerSettings(), [])
     assert talk.exchanges == []
 
 
@@ -118,13 +140,13 @@ def test_a_chat_with_pictures_reads_the_earlier_messages(tmp_path: Path) -> None
     inferencer, _ = service.models.open(Choice(str(tmp_path / "model")))
     prompts: list[str] = []
     write = inferencer.write
-    inferencer.write = lambda given, *rest: prompts.append(decode(inferencer, given[0])) or write(given, *rest)
-    (first,) = ask(service, talk, "what colour is it", Settings(max_length=3), files=[picture])
-    ask(service, talk, "and so", Settings(max_length=3, remember=True))
-    ask(service, talk, "and so", Settings(max_length=3))
+    inferencer.write = lambda several, *rest: prompts.append(decode(inferencer, several[0])) or write(several, *rest)
+    (first,) = ask(service, talk, "what colour is it", AnswerSettings(max_length=3), files=[picture])
+    ask(service, talk, "and so", AnswerSettings(max_length=3, earlier_messages=True))
+    ask(service, talk, "and so", AnswerSettings(max_length=3))
     assert prompts[0] in prompts[1] and first.answers[0][0] in prompts[1].partition(prompts[0])[2]
     assert prompts[2].count("user") == 1 < prompts[1].count("user") == 2
-    (reply,) = ask(service, talk, "a cat", Settings(task="picture"))
+    (reply,) = ask(service, talk, "a cat", AnswerSettings(task="picture"))
     assert "does not answer with a picture" in reply.error and not reply.answers
 
 
@@ -166,7 +188,7 @@ class OneModel:
 def test_requests_wait_for_each_other_and_a_new_conversation_receives_its_own_answer_alone(tmp_path: Path) -> None:
     painter = Painter()
     service = Service(OneModel(painter), tmp_path)  # type: ignore[arg-type]
-    first, second, settings = Conversation(), Conversation(), Settings(task="picture")
+    first, second, settings = Conversation(), Conversation(), AnswerSettings(task="picture")
     for talk, colour in ((first, "red"), (second, "blue"), (second, "green")):
         talk.ask(colour, [], settings, [Choice("own")])
     news = service.reply(first)
@@ -189,13 +211,13 @@ def test_after_a_request_that_fails_the_next_one_is_answered(tmp_path: Path) -> 
     painter, talk = Painter(), Conversation()
     service = Service(OneModel(painter), tmp_path)  # type: ignore[arg-type]
     painter.go_on.set()
-    choice, settings = Choice("own"), Settings(task="picture", think=True, flow={"num_timesteps": "4"})
+    choice, settings = Choice("own"), AnswerSettings(task="picture", think=True, flow={"num_timesteps": "4"})
     (reply,) = ask(service, talk, "fail", settings, choice)
     assert reply.error.startswith("MemoryError: no memory is left") and not reply.answers
     assert reply.notes == ["without effect on RowsNetwork: think, num_timesteps"]
     (reply,) = ask(service, talk, "red", settings, choice)
     assert reply.answers and not reply.error
-    (reply,) = ask(service, talk, "red", Settings(), choice)
+    (reply,) = ask(service, talk, "red", AnswerSettings(), choice)
     assert "RowsNetwork does not answer with a text. Allowed: picture" in reply.error
 
 
@@ -217,9 +239,8 @@ def test_what_a_model_of_ones_own_declares_is_what_is_offered() -> None:
         ({"samples": 99}, "settings.samples is 99"),
         ({"seed": None}, "settings.seed is None"),
         ({"temperature": -1.0}, "temperature is -1.0"),
-        ({"height": 8}, "settings.height is 8 and settings.width 0"),
     ],
 )
 def test_wrong_settings_are_refused(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Settings(**values)
+        AnswerSettings(**values)

@@ -130,7 +130,7 @@ class Page:
 
 def test_it_draws_digits_with_their_steps_and_reads_one(address: str, browser: Any, tmp_path: Path) -> None:
     page = Page(browser, address)
-    page.page.get_by_label("Show the sampler's steps").check()
+    page.page.get_by_label("Sampler steps").check()
     page.page.locator("#samples input").fill("5")
     page.send("draw a handwritten three", "picture", flow=DRAWING)
     (row,) = page.answers()

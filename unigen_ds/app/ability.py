@@ -49,34 +49,29 @@ class Ability:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a request is answered. Raises ``ConfigError`` for values that cannot work."""
+class AnswerSettings:
+    """How a request is answered; the page has a field for each number and each bool. Raises ``ConfigError``."""
 
     task: str = "text"
-    remember: bool = False
-    """Whether the model reads the earlier messages, too."""
-    steps: bool = False
-    """Whether the pictures of the sampler's steps are kept."""
+    earlier_messages: bool = False
+    sampler_steps: bool = False
     think: bool = False
-    height: Annotated[int, Ge(0)] = 0
-    width: Annotated[int, Ge(0)] = 0
-    """Of a picture, in pixels; both 0: the model's own size."""
     max_length: Annotated[int, Ge(1)] = 1000
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     samples: Annotated[int, Ge(1), Le(16)] = 1
     """Answers, with the seeds ``seed``, ``seed + 1``, ..."""
+    height: Annotated[int, Ge(0)] = 0
+    width: Annotated[int, Ge(0)] = 0
+    """Of a picture, in pixels; both 0: the model's own size."""
     flow: Mapping[str, str] = field(default_factory=dict)
     """Settings of drawing as texts, those that are not the default."""
 
     def __post_init__(self) -> None:
-        for error in argument_problems(Settings, vars(self), where="settings"):
+        for error in argument_problems(AnswerSettings, vars(self), where="settings"):
             raise error
         Sampling(self.temperature, self.top_p)
-        if bool(self.height) != bool(self.width):
-            problem = f"settings.height is {self.height} and settings.width {self.width}"
-            raise ConfigError(problem, allowed="both above 0, or both 0: the model's own size")
 
     def options_for(self, inferencer: Any, ability: Ability) -> dict[str, Any]:
         """The options of an answer but its seed. A warning names what has no effect on this model. Raises
@@ -84,12 +79,12 @@ class Settings:
         draws = self.task == "picture"
         if self.task not in ability.tasks:
             raise ConfigError(f"{ability.name} does not answer with a {self.task}", allowed=", ".join(ability.tasks))
-        size = (self.height, self.width) if self.height and draws else None
+        size = (self.height, self.width) if draws and (self.height or self.width) else None
         values = {"think": self.think, "size": size, "max_length": self.max_length, "temperature": self.temperature,
                   "top_p": self.top_p}  # fmt: skip
         texts = self.flow if draws else {}
         flow = {key: _value(texts[key], default) for key, default in ability.drawing.items() if key in texts}
-        defaults = {name: getattr(Settings, name, None) for name in values}
+        defaults = {name: getattr(AnswerSettings, name, None) for name in values}
         missing = [name for name in values if name not in ability.options and values[name] != defaults[name]]
         if missing or len(flow) < len(texts):
             names = ", ".join((*missing, *(key for key in texts if key not in flow)))

@@ -10,13 +10,14 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from PIL import Image
 
-from unigen_ds.app.ability import Ability, Settings
+from unigen_ds.app.ability import Ability, AnswerSettings
 from unigen_ds.checkpoint.foreign import locate
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
@@ -102,7 +103,7 @@ class Exchange:
 
     text: str
     pictures: Sequence[Path]
-    settings: Settings
+    settings: AnswerSettings
     replies: Sequence[Reply]
     waits: bool = True
     cancelled: bool = False
@@ -114,7 +115,7 @@ class Conversation:
     over: bool = False
     """Nothing more is answered or shown."""
 
-    def ask(self, text: str, pictures: Sequence[str], settings: Settings, choices: Sequence[Choice]) -> None:
+    def ask(self, text: str, pictures: Sequence[str], settings: AnswerSettings, choices: Sequence[Choice]) -> None:
         """Add a request. Raises ``UnreadableImage`` for a file that is no picture of a data set either (its format, a
         missing part, too many pixels), and ``ConfigError`` for an empty request."""
         if not text and not pictures:
@@ -181,8 +182,8 @@ class Service:
     def _work(self, conversation: Conversation, exchange: Exchange) -> None:
         with self._lock:
             for column, reply in enumerate(exchange.replies):
-                handler = logging.Handler(logging.WARNING)
-                handler.emit = lambda record, notes=reply.notes: notes.append(record.getMessage())  # type: ignore[method-assign]
+                handler = BufferingHandler(1 << 16)
+                handler.setLevel(logging.WARNING)
                 logger().addHandler(handler)
                 try:
                     self._answer(conversation, exchange, column)
@@ -195,6 +196,7 @@ class Service:
                     logger().info("a request failed", exc_info=True)
                 finally:
                     logger().removeHandler(handler)
+                    reply.notes = [record.getMessage() for record in handler.buffer]
                 reply.progress = ""
 
     def _answer(self, conversation: Conversation, exchange: Exchange, column: int) -> None:
@@ -218,11 +220,11 @@ class Service:
         ability = Ability.of(inferencer)
         options = settings.options_for(inferencer, ability)
         total = getattr(options["flow"], "num_timesteps", None)
-        history = conversation.history(exchange, column) if settings.remember else []
+        history = conversation.history(exchange, column) if settings.earlier_messages else []
         for name, value, what in (("images", exchange.pictures, "pictures"), ("history", history, "earlier messages")):
             if value and name not in ability.options:
                 raise ConfigError(f"{ability.name} reads no {what}", remedy=f"a message without {what}")
-        callbacks = {"on_step": on_step, "on_picture": on_picture if settings.steps else None}
+        callbacks = {"on_step": on_step, "on_picture": on_picture if settings.sampler_steps else None}
         more = {"history": history, **(callbacks if settings.task == "picture" else {})}
         options |= {name: value for name, value in more.items() if value and name in ability.options}
         for sample in range(settings.samples):

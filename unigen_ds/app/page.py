@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unigen_ds.app.ability import Settings
+from unigen_ds.app.ability import AnswerSettings
 from unigen_ds.app.answering import Choice, Conversation, Models, Service
 from unigen_ds.checkpoint.convert import DTYPES
 from unigen_ds.core.errors import ConfigError, UnigenError
@@ -28,19 +29,20 @@ CSS = """
 button[title="Share"] {display: none}
 @media (max-width: 480px) {.gradio-container {padding: 4px !important}}
 """
-LABELS = {
-    "remember": "With the earlier messages", "think": "Think first", "steps": "Show the sampler's steps",
-    "seed": "Seed", "samples": "Answers", "max_length": "Most tokens", "temperature": "Temperature", "top_p": "Top p",
-    "height": "Height (0: the model's)", "width": "Width (0: the model's)",
-}  # fmt: skip
-NEEDS = {"remember": "history", "steps": "on_picture", "height": "size", "width": "size", "samples": "seed"}
+NEEDS = {
+    "earlier_messages": "history",
+    "sampler_steps": "on_picture",
+    "height": "size",
+    "width": "size",
+    "samples": "seed",
+}
 """Setting -> parameter of ``unified_generate``, where they differ."""
 PRIVATE: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
 MODEL: dict[str, Any] = {**PRIVATE, "concurrency_id": "model", "concurrency_limit": 1}
 """Events that need a model wait for each other."""
 
 
-def serve(
+def serve_page(
     paths: Sequence[Path], *, host: str, port: int, raw: bool, device: str | None, dtype: str | None, **source: Any
 ) -> None:
     """Open the first model and serve the page until the process is interrupted. ``source``: of ``open_inferencer``.
@@ -128,37 +130,32 @@ class Page:
             ]  # fmt: skip
 
     def _add_settings(self) -> None:
-        gr, switches = self.gr, ("remember", "think", "steps")
-        with gr.Row():
-            self.fields = {one: gr.Checkbox(label=LABELS[one], elem_id=one, min_width=200) for one in switches}
-        with gr.Row():
-            for name in (one for one in LABELS if one not in switches):
-                value = getattr(Settings, name)
-                options = {"label": LABELS[name], "elem_id": name, "min_width": 120}
-                self.fields[name] = gr.Number(value, precision=0 if isinstance(value, int) else None, **options)
+        gr, self.fields = self.gr, dict[str, Any]()
+        for kinds in ((bool,), (int, float)):
+            with gr.Row():
+                for one in (one for one in fields(AnswerSettings) if type(one.default) in kinds):
+                    options = {"label": one.name.replace("_", " ").capitalize(), "elem_id": one.name, "min_width": 120}
+                    if kinds == (bool,):
+                        self.fields[one.name] = gr.Checkbox(one.default, **options)
+                    else:
+                        precision = 0 if isinstance(one.default, int) else None
+                        self.fields[one.name] = gr.Number(one.default, precision=precision, **options)
         with gr.Row():
             number = max(12, *(len(getattr(one.drawing, "__dataclass_fields__", ())) for one in families()))
             self.flow = [gr.Textbox(visible=False, min_width=140) for _ in range(number)]
 
     def _connect(self) -> None:
-        talk, box, problem, fields, new = self.talk, self.box, self.problem, [*self.fields.values()], self.new
+        talk, box, problem, settings, chats = self.talk, self.box, self.problem, [*self.fields.values()], self.chats
         selects = [one for column in self.columns for one in column]
-        affected = [problem, self.about, self.known, *self.chats, self.task, self.edit, *selects, *fields, *self.flow]
-        names = [column[0] for column in self.columns]
-        opened = self.blocks.load(self.list_models, None, names, queue=False, **PRIVATE)
-        for event in (opened.then, *(one.input for one in selects)):
+        affected = [problem, self.about, self.known, *chats, self.task, self.edit, *selects, *settings, *self.flow]
+        for event in (self.blocks.load, *(one.input for one in selects)):
             event(self.describe, [self.known, *selects], affected, **MODEL)
-        inputs = [talk, box, self.task, self.known, *selects, *fields, *self.flow]
-        sent = box.submit(
-            self.ask, inputs, [problem, box, *self.chats], queue=False, trigger_mode="multiple", **PRIVATE
-        )
-        sent.then(self.respond, talk, [*self.chats, self.gallery], trigger_mode="multiple", **MODEL)
-        for event in (new.click, *(chat.clear for chat in self.chats)):
-            event(self.begin, talk, [talk, *self.chats, self.gallery, problem], queue=False, **PRIVATE)
+        inputs = [talk, box, self.task, self.known, *selects, *settings, *self.flow]
+        sent = box.submit(self.ask, inputs, [problem, box, *chats], queue=False, trigger_mode="multiple", **PRIVATE)
+        sent.then(self.respond, talk, [*chats, self.gallery], trigger_mode="multiple", **MODEL)
+        for event in (self.new.click, *(chat.clear for chat in chats)):
+            event(self.begin, talk, [talk, *chats, self.gallery, problem], queue=False, **PRIVATE)
         self.edit.click(self.last_picture, [talk, box], [problem, box, self.task], queue=False, **PRIVATE)
-
-    def list_models(self) -> Any:
-        return [self.gr.update(choices=[*first, *self.service.models.names()]) for first in ((), (NONE,))]
 
     def describe(self, before: tuple[list[str], list[str]], *values: Any) -> Any:
         """Show what the models can be asked for. Values stay where the kinds of models do."""
@@ -167,32 +164,34 @@ class Page:
             facts = [self.service.describe(choice) for choice in choices]
         except UnigenError as error:
             return self._report(error)
-        abilities = [one[0] for one in facts]
+        abilities, names = [one[0] for one in facts], [*self.service.models.names()]
         options = frozenset[str]().union(*(one.options for one in abilities))
         drawing = {key: str(value) for one in reversed(abilities) for key, value in one.drawing.items()}
         tasks = [one for one in ("text", "picture") if any(one in able.tasks for able in abilities)]
         lines = (f"**{choice.name}**: {one[1]}" for choice, one in zip(choices, facts, strict=True))
         now = ([one.name for one in abilities], [*drawing])
         result: Any = {self.problem: update(visible=False), self.known: now, self.about: "\n\n".join(lines)}
-        for number, (chat, choice) in enumerate(zip(self.chats, (choices[0], choices[-1]), strict=True)):
-            result[chat] = update(label=choice.name, visible=number < len(choices))
-        for (_, weights, adapters), one in zip(self.columns, facts, strict=False):
-            result |= {weights: update(visible=one[2]), adapters: update(visible=one[3])}
+        for number, (chat, column) in enumerate(zip(self.chats, self.columns, strict=True)):
+            there = number < len(choices)
+            result[column[0]] = update(choices=[NONE, *names][1 - number :])
+            result[column[1]] = update(visible=there and facts[number][2])
+            result[column[2]] = update(visible=there and facts[number][3])
+            result[chat] = update(visible=there, label=choices[number].name if there else NONE)
         result[self.edit] = update(visible="picture" in tasks and "images" in options)
         if now != before:
             result[self.task] = update(choices=tasks, value=tasks[0], visible=len(tasks) > 1)
             for name, field in self.fields.items():
                 result[field] = update(visible=NEEDS.get(name, name) in options)
-            result[self.fields["remember"]]["value"] = "picture" not in tasks
+            result[self.fields["earlier_messages"]]["value"] = "picture" not in tasks
             for one, (key, text) in zip(self.flow, [*drawing.items(), *[("", "")] * len(self.flow)], strict=False):
                 result[one] = update(label=key, placeholder=text, value="", visible=bool(key))
         return result
 
-    def ask(self, talk: Conversation, message: Any, task: str, known: Any, *values: Any) -> Any:
+    def ask(self, talk: Conversation, message: Any, task: str, kinds: Any, *values: Any) -> Any:
         numbers = dict(zip(self.fields, values[6:], strict=False))
-        texts = dict(zip(known[1], values[6 + len(numbers) :], strict=False))
+        texts = dict(zip(kinds[1], values[6 + len(numbers) :], strict=False))
         try:
-            settings = Settings(task=task, flow={key: text for key, text in texts.items() if text}, **numbers)
+            settings = AnswerSettings(task=task, flow={key: text for key, text in texts.items() if text}, **numbers)
             talk.ask(message["text"].strip(), message["files"], settings, choices_of(values))
         except UnigenError as error:
             return self._report(error)
