@@ -78,7 +78,9 @@ def plan_by_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_by_batch(monkeypatch)
-    with pytest.raises(ConfigError, match=r"needs 10\.1 GiB of a device, and this machine has 5\.0.*--lora"):
+    with pytest.raises(
+        ConfigError, match=r"needs 10\.1 GiB of a device, and this machine has 5\.0.*--lora, a smaller model"
+    ):
         first_config._decide_batch(config_on(5))
 
 
