@@ -3,7 +3,9 @@
 # make test    lint, types and the tests, but for the slow ones
 # make slow    the tests that make test leaves out (twelve minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
-# make docs    the tables of docs/configs.md, from the settings and the docstrings of components
+# make check-app  the page of tools/app.py in headless Chromium, with the models of the demos, or of shorter trainings
+# make docs    the tables of docs/configs/, from the settings and the docstrings of components
+# make site    docs/ as a site with search, build/site; a broken link or anchor is an error
 # make lint    ruff and mypy alone
 # make matrix  every engine, process count, precision and load, as a dated table (make test runs a pairwise part; half an hour)
 # make mixtures  of the matrix the data alone: each engine, killed and resumed with other numbers of processes and workers
@@ -28,8 +30,8 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report docs test slow matrix mixtures robustness crash-states kills worker-kills mutations lint
-.PHONY: bench clean
+.PHONY: demo demo-emoji check-report check-app docs site test slow matrix mixtures robustness crash-states kills
+.PHONY: worker-kills mutations lint bench clean
 .DEFAULT_GOAL := test
 
 $(BIN)/python:
@@ -109,9 +111,17 @@ mutations: $(VENV)/.stamp-test
 	$(BIN)/python -m tests.mutate --part $(PART) $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(SAMPLE),--sample $(SAMPLE) --seed $(SEED)) $(MUTATE)
 
-# The tables of docs/configs.md, from the settings and the docstrings of components.
+# The tables of docs/configs/, from the settings and the docstrings of components.
 docs: $(VENV)/.stamp-test
 	$(BIN)/python docs/generate.py
+
+$(VENV)/.stamp-site: setup.py constraints.txt $(VENV)/.stamp-torch
+	$(PIP) -e '.[site]'
+	touch $@
+
+# The variable leaves out an advertisement of MkDocs Material.
+site: $(VENV)/.stamp-site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.stamp-test
 	$(BIN)/ruff check .
@@ -123,6 +133,11 @@ REPORT ?= $(DEMO_DIR)/report.html
 check-report: $(VENV)/.stamp-test
 	$(PIP) -e '.[browser]'
 	$(BIN)/python -m tests.browser.check_report $(REPORT)
+
+# Needs a Chromium, too.
+check-app: $(VENV)/.stamp-test
+	$(PIP) -e '.[app,browser]'
+	$(BIN)/python -m pytest tests/browser/check_app.py
 
 bench: $(VENV)/.stamp-test
 	@for script in benchmarks/*.py; do \

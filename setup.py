@@ -34,6 +34,8 @@ QUANTIZE = ["bitsandbytes>=0.49"]
 LORA = ["peft>=0.21"]
 METRICS = ["pycocoevalcap", "rouge-score", "sacrebleu", "torchmetrics"]
 BROWSER = ["playwright"]
+SITE = ["mkdocs-material"]
+APP = ["gradio>=6.31,<7"]
 BENCH = ["accelerate", "datasets", "lightning", "matplotlib"]
 # fsspec[http]: streaming from http urls. pyarrow below 14 could execute what an Arrow file has (CVE-2023-47248).
 DATA = ["datasets>=3", "fsspec[http]", "pyarrow>=16"]
@@ -78,6 +80,8 @@ setup(
         "bench": BENCH,
         "data": DATA,
         "browser": BROWSER,
+        "site": SITE,
+        "app": APP,
         "test": [
             *DEMO,
             *DEMO_EMOJI,

@@ -1,16 +1,17 @@
-"""Writes the tables of keys and arguments in ``docs/configs.md`` from the code: ``make docs``.
+"""Writes the tables of keys and arguments in ``docs/configs`` from the code: ``make docs``.
 
 A table is between ``<!-- keys: PREFIX ... -->`` (of settings), ``<!-- arguments: NAME -->`` (of a component),
 ``<!-- section: NAME.ARGUMENT -->`` (of an argument that has keys of its own), ``<!-- loss_weights: families -->``,
-``<!-- recipes: decoder_lm -->`` and ``<!-- end -->``; everything else of the page is
+``<!-- recipes: decoder_lm -->`` and ``<!-- end -->``; everything else of a page is
 written by hand. The meaning of a component's argument is in the section ``Args:`` of its class's docstring, its limits
-in its annotation.
+in its annotation. Links of a docstring are relative to ``docs``.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,10 +41,11 @@ from unigen_ds.runner.settings.tree import PROCESSOR_KEYS, ModelSettings, Settin
 from unigen_ds.schedule import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)
-PAGE = ROOT / "docs" / "configs.md"
+PAGES = ROOT / "docs" / "configs"
 PROVIDED = {"processor", "writers"}
 """Arguments that a run passes; a config cannot set them."""
 _TABLE = re.compile(r"(<!-- (keys|arguments|section|loss_weights|recipes): (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LINK = re.compile(r"\]\(([\w/]+\.md)(#[\w-]+)?\)")
 _ARGUMENT = re.compile(r"^    (\w+): ?(.*(?:\n     .*)*)", re.MULTILINE)
 
 
@@ -149,6 +151,12 @@ def arguments(cls: type) -> list[inspect.Parameter]:
     return [p for p in found if p.name not in PROVIDED and p.name not in shared]
 
 
+def is_repeated(cls: Any) -> bool:
+    """Whether a component that is registered before has the same arguments, and so the same table."""
+    same = [one for one in components().values() if one.__init__ is cls.__init__]
+    return next(one for one in same if meanings(one) == meanings(cls)) is not cls
+
+
 def meanings(cls: type) -> dict[str, str]:
     """Argument -> its text in the section ``Args:`` of the docstring of a class, or of one that it derives from."""
     found: dict[str, str] = {}
@@ -176,7 +184,6 @@ def argument_table(cls: type, shown: Iterable[inspect.Parameter], *, prefix: str
     lines = [f"| {'key' if prefix else 'argument'} | default | meaning |", "|---|---|---|"]
     for one in shown:
         text = texts.get(one.name, "").removesuffix(".").replace("``", "`").replace("|", "\\|")
-        text = text.replace(f"]({PAGE.name}#", "](#")
         limits = f" ({describe_hint(hints[one.name])})" if limited(hints.get(one.name)) else ""
         lines.append(f"| `{prefix}{one.name}` | {default_cell(one)} | {text}{limits} |")
     return "\n".join(lines) + "\n"
@@ -210,10 +217,22 @@ WRITERS: Mapping[str, Any] = {
 }
 
 
-def updated(page: str) -> str:
-    """The page with every table as the code has it."""
-    return _TABLE.sub(lambda found: found[1] + WRITERS[found[2]](found[3]) + found[4], page)
+def updated(page: Path) -> str:
+    """The text of a page with every table as the code has it."""
+    text = page.read_text(encoding="utf-8")
+    return _TABLE.sub(lambda found: found[1] + linked(WRITERS[found[2]](found[3]), page) + found[4], text)
+
+
+def linked(table: str, page: Path) -> str:
+    """A table with its links relative to its page, instead of to ``docs``."""
+
+    def link(match: re.Match[str]) -> str:
+        target = os.path.relpath(ROOT / "docs" / match[1], page.parent)
+        return f"]({target if target != page.name else ''}{match[2] or ''})"
+
+    return _LINK.sub(link, table)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in sorted(PAGES.glob("*.md")):
+        page.write_text(updated(page), encoding="utf-8")

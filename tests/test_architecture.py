@@ -44,7 +44,7 @@ LAYERS = {
     "report": 10,
     "hooks": 11, "resume": 11,
     "runner": 12, "examples": 12,
-    "checks": 13,
+    "checks": 13, "app": 13,
     "tools": 14,
 }  # fmt: skip
 ENGINES = {"deepspeed", "fsdp", "single"}
@@ -246,9 +246,9 @@ def test_every_package_has_an_init() -> None:
 # Everything from here on contains the words itself and is not searched.
 
 PLAIN_TEXT = (
-    "README.md", "docs/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py", "tests/golden/*.md",
+    "README.md", "docs/**/*.md", "benchmarks/*.md", "benchmarks/**/*.py", "tools/*.py", "tests/*.py",
     "tests/checkpoint/**/*.py", "tests/data/**/*.py", "tests/hooks/**/*.py", "tests/models/*.py", "tests/optim/*.py",
-    "tests/schedule/*.py", "tests/support/*.py", "tests/repository/*.py",
+    "tests/schedule/*.py", "tests/support/*.py", "tests/repository/*.py", "tests/*.md", "tests/golden/*.md",
     "unigen_ds/**/*.py", "ds_configs/*.json", "setup.py", "pyproject.toml", "Makefile", ".ci/run",
 )  # fmt: skip
 """Files in which the words must not occur."""
@@ -310,7 +310,7 @@ DOCUMENTED = {
     "checks/memory/traced.py": {"built", "held"}, "runner/loop/runner.py": {"done"}, "schedule/curves.py": {"given"},
     "tests/plugin": {"skipped"}, "tests/end_to_end/own_parts": {"known"},
 }  # fmt: skip
-"""Start of a path -> names of ``docs/extending.md``, and keys of files, that are participles."""
+"""Start of a path -> names of ``docs/extending``, and keys of files, that are participles."""
 
 
 def test_names_say_what_a_thing_is() -> None:
@@ -337,7 +337,7 @@ def test_no_two_modules_have_a_function_or_class_of_one_name() -> None:
 
 
 _SOURCES = (".py", ".toml", ".c", ".cpp")
-MOST_LINES = {"unigen_ds": 42_000, "tests": 42_000}
+MOST_LINES = {"unigen_ds": 43_500, "tests": 43_000}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,

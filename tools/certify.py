@@ -5,7 +5,7 @@ Trains a few updates without a kill, in a folder of its own beside the work dir 
 while all processes get SIGKILL at random moments, most of them within a save, and are started again with --resume.
 What the runs leave is compared: the lines of metrics.jsonl and ledger.jsonl, and of the last checkpoint every tensor,
 generator and state, to the bit. The work dir of the config is not touched; trackers, uploads to a hub and evaluations
-by AsyncEvaluateHook are left out. docs/resume.md has an example.
+by AsyncEvaluateHook are left out. docs/resume/certify.md has an example.
 
 Exit status: 0 bit-equal, 1 not bit-equal, or a start failed, 2 wrong usage or config.
 """

@@ -180,7 +180,7 @@ def generate(arguments: argparse.Namespace) -> None:
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.config.overrides import parse_override
     from unigen_ds.evaluation.sheet import Cell, contact_sheet
-    from unigen_ds.families.base import family_of
+    from unigen_ds.runner.open.answers import answer, drawing_of
     from unigen_ds.runner.open.trained import check_device, open_inferencer, source_of
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,32 +194,20 @@ def generate(arguments: argparse.Namespace) -> None:
     inferencer = open_inferencer(arguments.model, raw=arguments.raw, **source, device=device, dtype=DTYPES[dtype])
     sheet: list[Cell] = []
     first = output.next
-    drawing, draws = None, "image" in getattr(inferencer, "answers", ()) and not arguments.understand
-    if flow and not draws:
-        log.logger().warning("without effect, since nothing is drawn: %s", ", ".join(flow))
-    elif draws:
-        drawing = family_of(type(inferencer.model)).drawing_settings(inferencer.model, flow)
-        if drawing is not None:
-            log.logger().info("drawn with %s", ", ".join(f"{key} {value}" for key, value in vars(drawing).items()))
+    drawing = drawing_of(inferencer, flow, understand=arguments.understand)
     for number, request in enumerate(each for each in prompts for _ in range(arguments.samples)):
         seed = arguments.seed + number
-        tokenizer: Any = getattr(inferencer.processor, "tokenizer", None)
-        unknown = getattr(tokenizer, "unk_id", None)
-        ids = [] if unknown is None else tokenizer.encode(request.text)
-        if number_unknown := ids.count(unknown):
-            text = "%d of %d tokens of the prompt are words that the tokenizer does not have (<unk>)"
-            log.logger().warning(text, number_unknown, len(ids))
-        result = inferencer.unified_generate(
-            request.prompt,
+        result = answer(
+            inferencer,
+            request,
             understand=arguments.understand,
             think=arguments.think,
             size=arguments.size,
             flow=drawing,
             max_length=arguments.max_length,
             temperature=arguments.temperature,
+            top_p=arguments.top_p,
             seed=seed,
-            **request.arguments,
-            **({"top_p": arguments.top_p} if arguments.top_p < 1.0 else {}),
         )
         with writes(arguments.out):
             row = output.add(request, result, seed=seed)

@@ -7,7 +7,7 @@ mmengine. Nothing of it is executed. A value of a Python config that only code c
 that is written, to be filled in; whatever mmengine's ``Config.dump`` writes is read.
 
 The config is complete otherwise, and checked. Whatever has no counterpart is a comment with the reason, and their
-number is printed at the end. docs/migrating.md explains every name.
+number is printed at the end. docs/migrating/index.md explains every name.
 
 Exit status: 0 written, 1 a file cannot be read, 2 wrong usage, or a value that no config may have.
 """

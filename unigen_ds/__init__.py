@@ -1,7 +1,7 @@
 """unigen_ds: train unified text + image models, VLMs and language models; kill a run anywhere and resume it anywhere.
 
 Its packages form layers (``docs/architecture.md``), which import only lower layers. The names below are what code
-outside of the package needs (``docs/extending.md``): ``from unigen_ds import Runner, load_config``. A name's module is
+outside of the package needs (``docs/extending``): ``from unigen_ds import Runner, load_config``. A name's module is
 imported at its first use, so ``import unigen_ds`` alone loads nothing.
 """
 

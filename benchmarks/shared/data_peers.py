@@ -88,7 +88,7 @@ def _write_tokenizer(folder: Path) -> None:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train(sorted(map(str, (ROOT / "docs").glob("*.md"))), trainers.BpeTrainer(initial_alphabet=alphabet))
+    inner.train(sorted(map(str, (ROOT / "docs").rglob("*.md"))), trainers.BpeTrainer(initial_alphabet=alphabet))
     PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(str(folder))
 
 

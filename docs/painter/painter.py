@@ -1,4 +1,4 @@
-"""A unified model of one's own in one file: texts and pictures of 16 tokens. ``docs/extending.md`` walks through it."""
+"""A unified model of one's own, with pictures of 16 tokens, in one file: ``docs/extending/unified_model.md``."""
 
 import json
 from dataclasses import dataclass

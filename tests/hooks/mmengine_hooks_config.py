@@ -1,4 +1,4 @@
-"""The part of a config that docs/extending.md shows."""
+"""The part of a config that docs/extending/mmengine_hooks.md shows."""
 
 from tests.hooks.own_mmengine import MyHook
 

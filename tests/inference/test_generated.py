@@ -19,7 +19,7 @@ from unigen_ds.families.bagel.inference import Contexts, InterleaveInferencer
 from unigen_ds.inference.generated import to_picture
 from unigen_ds.system.seeding import generator
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "inference" / "drawing.md").read_text(encoding="utf-8")
 FAST = FlowSettings(num_timesteps=3, text_scale=3.0, image_scale=2.0)
 
 

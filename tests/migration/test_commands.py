@@ -117,7 +117,7 @@ def test_every_command_line_of_the_guides(migrate, capsys: pytest.CaptureFixture
             continue
         if NO_TRAINING.match(command):
             assert main([GUIDES[section], "--", *command.split()]) == 2, command
-            assert "docs/migrating.md" in capsys.readouterr().err, command
+            assert "docs/migrating/index.md" in capsys.readouterr().err, command
             continue
         words = words_of(command)
         if section == "S2" and "train_fsdp.py" not in command:  # variables alone: they go with a command

@@ -29,8 +29,10 @@ from unigen_ds.families.nanovlm.family import NanoVLM
 from unigen_ds.runner.settings.tree import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests" / "golden").glob("*.md")])
-CONFIGS = (ROOT / "docs" / "configs.md").read_text(encoding="utf-8")
+DOCS = sorted(path for path in (ROOT / "docs").rglob("*.md") if "samples" not in path.parts)
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *ROOT.glob("tests/golden/*.md"), *ROOT.glob("benchmarks/*.md")])
+CONFIG_PAGES = sorted((ROOT / "docs" / "configs").glob("*.md"))
+CONFIGS = "\n".join(path.read_text(encoding="utf-8") for path in CONFIG_PAGES)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REQUIREMENTS = (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 COUNTS = {"S0.": 33, "S1.": 37, "S2.": 34, "S3.": 34, "S4.": 68, "B": 12, "N": 40}
@@ -40,7 +42,7 @@ def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-# --- docs/configs.md ----------------------------------------------------------------------------------------------
+# --- docs/configs -------------------------------------------------------------------------------------------------
 
 
 def schema_keys() -> Iterator[str]:
@@ -56,7 +58,7 @@ def schema_keys() -> Iterator[str]:
 
 
 def test_every_key_is_explained() -> None:
-    headings = " ".join(re.findall("^## .*", CONFIGS, re.MULTILINE))
+    headings = " ".join(re.findall("^# .*", CONFIGS, re.MULTILINE))
     assert [key for key in schema_keys() if f"`{key}`" not in CONFIGS and f"`{key}`" not in headings] == []
 
 
@@ -72,13 +74,14 @@ def generate() -> ModuleType:
 
 def test_the_tables_of_keys_are_those_of_the_settings() -> None:
     """``make docs`` writes them."""
-    assert generate().updated(CONFIGS) == CONFIGS, "run make docs"
-    assert CONFIGS.count("<!-- keys: ") == 7 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
+    assert "\n".join(map(generate().updated, CONFIG_PAGES)) == CONFIGS, "run make docs"
+    assert CONFIGS.count("<!-- keys: ") == 8 and "`train_dataloader.seq_length` | `4096`" in CONFIGS
 
 
 def test_the_table_of_a_component_is_generated() -> None:
-    """Of every one that has arguments, once, below its own heading."""
-    expected = {name for name, cls in components().items() if generate().arguments(cls)}
+    """Of every one that has arguments, once, below its own heading; where two have the same, of the first."""
+    page = generate()
+    expected = {name for name, cls in components().items() if page.arguments(cls) and not page.is_repeated(cls)}
     expected |= {"Curve", "processor of UnifiedModel", "processor of VLM"}
     assert sorted(re.findall("<!-- arguments: (.+?) -->", CONFIGS)) == sorted(expected)
     assert len(expected) > 25
@@ -167,12 +170,8 @@ def test_the_table_against_plain_trainers_has_the_numbers_of_the_results() -> No
 
 
 def test_the_table_of_sharded_training_has_the_numbers_of_the_results() -> None:
-    page = (
-        (ROOT / "docs" / "engines.md")
-        .read_text(encoding="utf-8")
-        .split("## What sharding costs and saves")[1]
-        .split("\n## ")[0]
-    )
+    text = (ROOT / "docs" / "engines" / "choosing.md").read_text(encoding="utf-8")
+    page = text.split("## What sharding costs and saves")[1].split("\n## ")[0]
     (path,) = (ROOT / "benchmarks" / "results").glob("scaling_*.json")
     record = json.loads(path.read_text(encoding="utf-8"))
     cells = re.findall(r"^\| .+ \| (\d) \| ([\d.]+) s \| (\d+) \| ([\d.]+) \| ([\d,]+) MiB \|$", page, re.MULTILINE)
@@ -208,7 +207,8 @@ def test_the_tables_of_planned_memory_have_the_numbers_of_the_results() -> None:
 
 def anchors(path: Path) -> set[str]:
     """The anchors of a page's headings, as on the web."""
-    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -230,6 +230,40 @@ def test_commands_and_files_exist(page: Path) -> None:
     """Tools, modules and tests named on a page."""
     for name in re.findall(r"\b((?:tools|unigen_ds|tests|docs)/[\w/]+\.\w+)\b", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), f"{label(page)} names {name}"
+
+
+def test_every_page_and_anchor_that_is_named_exists() -> None:
+    """In messages, docstrings and scripts: ``docs/configs/model.md#vlm``, ``docs/extending``."""
+    count = 0
+    files = [path for top in ("unigen_ds", "tools", "tests", "benchmarks") for path in (ROOT / top).rglob("*.py")]
+    for source in files:
+        for name in re.findall(r"(?<![\w./])docs/[\w/.#-]*", source.read_text(encoding="utf-8")):
+            path, _, anchor = name.rstrip("./").partition("#")
+            assert (ROOT / path).exists(), f"{label(source)} names {name}"
+            assert not anchor or anchor in anchors(ROOT / path), f"{label(source)} names {name}"
+            count += 1
+    assert count > 60
+
+
+MOST_LINES, MOST_WORDS = 150, 58_500
+REFERENCE = {"architecture.md", "decisions.md", "requirements.md"}
+"""Beside the pages of docs/configs, which are tables: as long as they are."""
+
+
+def test_how_to_pages_and_all_pages_together_are_short() -> None:
+    """Of the words those of the generated tables are not counted."""
+    words = 0
+    for page in DOCS:
+        text = page.read_text(encoding="utf-8")
+        words += len(generate()._TABLE.sub("", text).split())
+        if page.parent.name != "configs" and page.name not in REFERENCE:
+            assert text.count("\n") <= MOST_LINES, f"{label(page)}: divide it by task"
+    assert words <= MOST_WORDS, f"{words} words: delete before you add"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    pages = re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(pages) == [path.relative_to(ROOT / "docs").as_posix() for path in DOCS]
 
 
 # --- docs/architecture.md ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""docs/migrating.md has every name of the five old guides, and what it names here exists."""
+"""docs/migrating has every name of the five old guides, and what it names here exists."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from unigen_ds.config.file import shipped_configs
 from unigen_ds.core.choices import GUIDES as CHOICES
 from unigen_ds.runner.settings.tree import known_keys
 
-PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+FOLDER = ROOT / "docs" / "migrating"
+INDEX = (FOLDER / "index.md").read_text(encoding="utf-8")
 TOOLS = (checkpoints, evaluate, export, generate, inspect_data, migrate, plan, report, resume, train, zero_to_fp32)
 CODE = re.compile(r"`([^`]+)`")
 
@@ -40,9 +41,9 @@ def test_the_table_has_the_names_of_the_list() -> None:
 
 @cache
 def rows(guide: str) -> list[tuple[str, str]]:
-    """(there, here) of each row in the guide's part of the page."""
-    (part,) = re.findall(rf"^## [^\n]*\(`{guide}`\)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE)
-    lines = [line.replace(r"\|", "\0") for line in part.splitlines() if line.startswith("| ")]
+    """(there, here) of each row in the guide's page."""
+    page = (FOLDER / f"{guide}.md").read_text(encoding="utf-8")
+    lines = [line.replace(r"\|", "\0") for line in page.splitlines() if line.startswith("| ")]
     cells = [[cell.replace("\0", "|").strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     assert all(len(row) == 2 for row in cells), [row for row in cells if len(row) != 2]
     return [(row[0], row[1]) for row in cells if row[1] != "here"]
@@ -63,7 +64,7 @@ def test_every_name_is_on_the_page(section: str) -> None:
 
 
 def test_the_guides_are_those_of_the_tool() -> None:
-    assert [*GUIDES.values()] == [*CHOICES] and set(re.findall(r"^\| \[`(\w+)`\]\(", PAGE, re.MULTILINE)) == {*CHOICES}
+    assert [*GUIDES.values()] == [*CHOICES] and set(re.findall(r"^\| \[`(\w+)`\]\(", INDEX, re.M)) == {*CHOICES}
 
 
 def here_cells() -> list[str]:

@@ -71,7 +71,7 @@ def test_every_tool_is_a_command_with_a_main(wheel: Path) -> None:
 
 
 # Imported where they are installed by hand: each has its own extra, or is another program's (imitated in our tests).
-BY_HAND = {"playwright", "lightning", "lmms_eval"}
+BY_HAND = {"gradio", "playwright", "lightning", "lmms_eval"}
 OURS = {"unigen_ds", "unigen_ds_tools", "tools", "tests", "benchmarks", "docs", "shared", "_path", "tomli"}
 
 

@@ -14,6 +14,7 @@ committed by a run that is dead. The memory is reused by the next save, which be
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import io
 import logging
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from unigen_ds.core.errors import SaveError
 from unigen_ds.system import dist
@@ -196,9 +198,9 @@ class BackgroundWriter:
         self._process = self._pipe = None
 
 
-def _key(tensor: Tensor) -> tuple[str, int, int]:
+def _key(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
-    return str(tensor.device), storage.data_ptr(), storage.nbytes()
+    return storage.data_ptr(), storage.nbytes()
 
 
 class _Pickler(pickle.Pickler):
@@ -206,19 +208,19 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.storages: dict[tuple[str, int, int], tuple[int, torch.UntypedStorage]] = {}
+        self.storages: dict[tuple[int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
+        # called for tensors alone: ``reducer_override`` would be called for every object, ``persistent_id`` for values
+        self.dispatch_table = copyreg.dispatch_table | {Tensor: self._reduce, Parameter: self._reduce}
 
-    def reducer_override(self, value: Any) -> Any:
-        """Called for objects that are no plain values (``persistent_id`` is called for these, too, 50 for a tensor)."""
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        key, storage = _key(value), value.untyped_storage()
+    def _reduce(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
         if key not in self.storages:
             self.storages[key] = self.nbytes, storage
-            self.nbytes += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        span = self.storages[key][0], storage.nbytes()
-        return _in_memory, (span, value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
+            self.nbytes += -(-key[1] // _ALIGNMENT) * _ALIGNMENT
+        span = self.storages[key][0], key[1]
+        return _in_memory, (span, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
 def _in_memory(*_: Any) -> Any:

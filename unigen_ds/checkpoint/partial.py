@@ -52,7 +52,7 @@ class LoadSettings(Section):
     allow: Annotated[tuple[Difference, ...], AS_LIST, Choices("a list of missing, unexpected, reshaped, sizes")] = ()
     """What may differ: a list of `'missing'`, `'unexpected'`, `'reshaped'`, `'sizes'`. Such tensors of the model keep
     their initial values, such ones of the checkpoint are left there; without it each is an error.
-    [checkpoints.md](checkpoints.md#weights-for-another-model)."""
+    [weights for another model](checkpoints/load_from.md)."""
     resize_vocab: bool | Literal["shrink"] = False
     """True: `*embed_tokens.weight` and `*lm_head.weight` may have more rows than the checkpoint's; `'shrink'`: fewer,
     too."""

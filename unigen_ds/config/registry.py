@@ -93,7 +93,7 @@ def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:
             choices = f"--backend {BACKEND_WORDS}" if registry is BACKENDS else None
             remedy = nearest(kind, [*registry.module_dict, *own])
             raise ConfigError(f"{where}.type is {kind!r}", allowed=choices, remedy=remedy)
-    cls, remedy = cls or kind, _INSTEAD.get(registry, "docs/extending.md has what a class of each kind defines")
+    cls, remedy = cls or kind, _INSTEAD.get(registry, "docs/extending/index.md has what a class of each kind defines")
     if not isinstance(cls, type):
         what = f"the function {_path(cls)}, which is not called" if callable(cls) else repr(cls)
         raise ConfigError(f"{where}.type is {what}", allowed="a registered name or a class", remedy=remedy)

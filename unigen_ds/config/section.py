@@ -271,7 +271,7 @@ def _translate_errors(cls: type[Section], config: Any, problems: Sequence[Any], 
                 by_path.setdefault((path, str(problem)), problem)
     errors = list(by_path.values())
     if missing:
-        remedy = "docs/configs.md describes every key"
+        remedy = "docs/configs/index.md describes every key"
         errors.insert(0, ConfigError(f"the config has no {', '.join(missing)}", remedy=remedy))
     return errors
 

@@ -52,8 +52,8 @@ _LOOP = "there is one loop, and max_epochs or max_iters sets its length"
 _ORDER = "the order follows from randomness.seed alone"
 _LIVES = "workers live as long as the run"
 _ENV = "delete it; env.dist_timeout_s and env.num_threads, and launcher are what there is of env_cfg"
-_EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation.md"
-_TEST = "delete it, and give val_dataloader the data: docs/evaluation.md"
+_EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation/validation.md"
+_TEST = "delete it, and give val_dataloader the data: docs/evaluation/validation.md"
 _PRECISION = "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'"
 
 _NAMES = {
@@ -135,7 +135,7 @@ KEYS: dict[str, Key] = {
     "randomness.diff_rank_seed": Key("every sample has a seed of its own", (False,)),
     "val_cfg": Key("EvaluateHook evaluates, in the precision of the training"),
     "val_evaluator": Key(
-        "there is none", _EMPTY, "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation.md"
+        "there is none", _EMPTY, "delete it, the metrics of EvaluateHook in custom_hooks replace it: docs/evaluation"
     ),
     "val_interval": Key("", _NEVER, _EVALUATION),
     "val_begin": Key("", _NEVER, _EVALUATION),

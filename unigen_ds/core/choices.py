@@ -13,6 +13,8 @@ SHIPPED_NAMES = (
     " frozen_vlm_zero2, llava_zero2, nanovlm_230m, nanovlm_460m, qwen_sft, unified_digits or unified_emoji"
 )
 """Names of the configs of the package (``config_file.shipped``)."""
+TASKS = ("chat", "caption", "draw", "edit", "pretrain")
+"""What a record may teach: ``tools/init.py --task``."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 """Types of floating-point tensors in files and in a model that draws or reads."""
 GUIDES = {

@@ -33,7 +33,7 @@ class TrainDataloader(Section):
     """Component, or a list of them: a mixture."""
     groups: Mapping[str, DataGroup] = Field(default={})
     """Name -> `dict(weight=..., mandatory=False)`: sources that share a weight, each with `group=` a name.
-    [data.md](data.md#mixtures)."""
+    [mixtures](data/mixtures.md)."""
     seq_length: int = Field(default=4096, ge=1)
     """Tokens of a sequence at most."""
     max_sample_tokens: int | None = Field(default=None, ge=1)
@@ -41,7 +41,7 @@ class TrainDataloader(Section):
     leaves space for one of their samples."""
     overflow: Literal["split", "truncate", "skip", "error"] | None = None
     """Longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all others are
-    skipped and counted. [data.md](data.md#records-longer-than-seq_length)."""
+    skipped and counted. [records longer than `seq_length`](data/left_out.md#records-longer-than-seq_length)."""
     packing: _Packer | None = None
     """Component that puts several samples into a sequence; None: one each."""
     drop_last: bool = True
@@ -94,9 +94,9 @@ class ValDataloader(Section):
     """Page-locked batches; None: with CUDA."""
     timeout: Number = Field(default=0.0, ge=0)
     """Seconds to wait for a worker before an error; 0: for ever."""
-    metrics: Annotated[tuple[str, ...], AS_LIST] | None = None
+    metrics: Annotated[tuple[str, ...], AS_LIST] = ()
     """Those of `EvaluateHook.metrics` that score this data, by their classes (`BLEU`) or the names of their values
-    (`bleu`); None: all."""
+    (`bleu`); empty: all."""
     _sets: Mapping[str, ValDataloader] = PrivateAttr(default_factory=dict)
 
     @property

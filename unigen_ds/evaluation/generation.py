@@ -247,7 +247,7 @@ def check_answers(inferencer: Any, kind: Kind) -> None:
     if kind not in able:
         raise ConfigError(
             f"{type(inferencer).__name__} cannot answer with {kind}",
-            allowed=" or ".join(able) or "an inferencer with `answers` and `complete` (docs/inference.md)",
+            allowed=" or ".join(able) or "an inferencer with `answers` and `complete` (docs/extending/answers.md)",
         )
 
 

@@ -27,7 +27,7 @@ from unigen_ds.evaluation.generation import Answering, Answers, answers, ask, ch
 from unigen_ds.evaluation.metrics import Metric, evaluated
 from unigen_ds.evaluation.metrics.base import NOT_USED
 from unigen_ds.evaluation.provenance import Result
-from unigen_ds.evaluation.validation import losses
+from unigen_ds.evaluation.validation import mean_losses
 from unigen_ds.inference.generated import BOTH, Kind
 from unigen_ds.system import dist
 from unigen_ds.system.journals import sample_digest
@@ -71,11 +71,11 @@ class _ValidationSet:
 
     name: str
     data: ValidationData
-    metrics: Sequence[str] | None
-    """Classes or names of the metrics that score it; None: all."""
+    metrics: Sequence[str]
+    """Classes or names of the metrics that score it; empty: all."""
 
     def scored_by(self, metrics: Sequence[Metric]) -> list[Metric]:
-        return [one for one in metrics if self.metrics is None or {type(one).__name__, one.name} & {*self.metrics}]
+        return [one for one in metrics if not self.metrics or {type(one).__name__, one.name} & {*self.metrics}]
 
     def rename(self, name: str) -> str:
         """``val/loss`` and ``bleu`` are ``val/<set>/loss`` and ``<set>/bleu``."""
@@ -130,10 +130,10 @@ class Validation:
             yield from (f"Validation, {title}: {line}." for _, line in source_lines(name, source))
 
     def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
-        """The losses of the present weights on each set (``unigen_ds.evaluation.validation.losses``). Collective."""
+        """The losses of the present weights on each set (``mean_losses``). Collective."""
         values: dict[str, float] = {}
         for one in self._sets:
-            of_set = losses(backend, one.data, self._loss_weights, max_batches=max_batches)
+            of_set = mean_losses(backend, one.data, self._loss_weights, max_batches=max_batches)
             values |= {one.rename(name): value for name, value in of_set.items()}
         return values
 
@@ -145,7 +145,7 @@ class Validation:
                 raise ConfigError(problem, allowed="metrics of texts, of images, of both in one answer, and of losses")
         names = {name for metric in metrics for name in (type(metric).__name__, metric.name)}
         for one in self._sets:
-            for name in one.metrics or ():
+            for name in one.metrics:
                 if name not in names and METRICS.get(name) is None:
                     section = f"val_dataloader.{one.name}" if one.name else "val_dataloader"
                     raise ConfigError(f"{section}.metrics has {name!r}", allowed=", ".join(sorted(names)))
@@ -217,7 +217,7 @@ class Validation:
         precision = str(provided.get("precision"))
         with kept_generators():
             for one in self._sets:
-                values = losses(backend, one.data, self._loss_weights, max_batches=max_batches)
+                values = mean_losses(backend, one.data, self._loss_weights, max_batches=max_batches)
                 provenance = self._loss_provenance(one.data, max_batches=max_batches, checkpoint=checkpoint,
                                                    precision=precision)  # fmt: skip
                 num_samples += int(provenance["num_samples"])
@@ -263,7 +263,7 @@ class Validation:
 def _check(metrics: Sequence[Metric], backend: Any, data: ValidationData, *, where: str, answering: Answering) -> None:
     """``Validation.check`` of one set."""
     limit = getattr(backend.model, "max_document_tokens", None)
-    by_hand = "; score answers of your own: docs/metrics.md#answers-of-your-own"
+    by_hand = "; score answers of your own: docs/evaluation/metrics.md#answers-of-your-own"
     for kind, names in _kinds(metrics).items():
         if kind != "text":
             answering.drawing(backend)

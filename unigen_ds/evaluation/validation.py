@@ -25,7 +25,7 @@ _Key = tuple[str, ...]
 """(term,) or (term, source)."""
 
 
-def losses(
+def mean_losses(
     backend: Backend, data: ValidationData, loss_weights: Mapping[str, float], *, max_batches: int | None = None
 ) -> dict[str, float]:
     """Collective; the same on all ranks. ``val/loss``: the sum of ``loss_weights[k]`` times ``val/loss/k`` over the

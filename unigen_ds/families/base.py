@@ -88,7 +88,7 @@ class Family:
     """Registered in ``MODELS``; ``forward(batch) -> LossTerms``. Its subclasses belong to the family, too."""
     terms: ClassVar[Sequence[str] | Mapping[str, str]]
     """Names of its loss terms: the keys of ``LossTerms.sums``, of ``Batch.target_counts()`` and of ``loss_weights``. A
-    mapping has also what each weighs, for docs/configs.md."""
+    mapping has also what each weighs, for docs/configs/loss_weights.md."""
     published: ClassVar[tuple[PublishedFormat, ...]] = ()
     """The first one is what an export writes."""
     processor_type: ClassVar[Any]
@@ -150,7 +150,7 @@ class Family:
         """An object with ``unified_generate(prompt, ...) -> Generated``, for ``tools/generate.py`` and ``PreviewHook``.
 
         With ``answers`` and ``complete`` it answers validation records, too; with ``idle`` each process of a sharding
-        engine generates its own part (docs/inference.md). ``model`` may be a ``TrainedModel``.
+        engine generates its own part (docs/extending/answers.md). ``model`` may be a ``TrainedModel``.
         """
         raise ConfigError(f"{self.model.__name__} has no inference", remedy="use the model itself, in your own code")
 
@@ -237,8 +237,8 @@ def family_of(kind: type) -> Family:
         raise ConfigError(
             f"model.type is {kind.__name__!r}, and no registered family has this model",
             allowed=f"{', '.join(sorted(model.__name__ for model in of_bases))}, or a subclass of one",
-            remedy="name the module that registers its family in custom_imports; docs/extending.md shows how to write"
-            " one",
+            remedy="name the module that registers its family in custom_imports; docs/extending/model.md shows how to"
+            " write one",
         )
     return family
 

@@ -267,7 +267,7 @@ class _View:
             f"{self._runner.caller} uses {self._what}.{name}, which does not exist in unigen_ds, or not in this run",
             allowed=", ".join(sorted(key for key in {*dir(type(self)), *vars(self)} if not key.startswith("_"))),
             remedy="the engine steps, the config loads and resumes, val_dataloader=dict(...) evaluates; or derive the"
-            " hook from unigen_ds.hooks.base.Hook (docs/extending.md)",
+            " hook from unigen_ds.hooks.base.Hook (docs/extending/hooks.md)",
         )
 
 

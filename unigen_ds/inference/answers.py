@@ -45,6 +45,10 @@ class TextInterface(ABC):
     """What ``complete`` can be asked for."""
     reads_images: bool = True
     """Where it is not, pictures are refused: of a call, and of previews at the start."""
+    converses: bool = True
+    """Whether earlier messages of a conversation may come first (``history``)."""
+    thinks = False
+    """Whether ``think`` is possible."""
     limits: ClassVar[str] = "this model answers in text"
     """The reason why it refuses everything else."""
 
@@ -58,6 +62,7 @@ class TextInterface(ABC):
         *,
         images: Picture | Sequence[Picture] = (),
         parts: Sequence[Any] = (),
+        history: Sequence[Turn] = (),
         understand: bool = True,
         think: bool = False,
         size: Size = None,
@@ -68,21 +73,21 @@ class TextInterface(ABC):
         seed: int = 0,
         on_step: Any = None,
     ) -> Generated:
-        """The answer to ``prompt``, with ``images`` shown before it: at most ``max_length`` tokens, the likeliest, or
-        with a ``temperature`` one that ``seed`` determines (``Sampling``). ``understand``, ``flow`` and ``on_step``
-        have no effect. Raises ``ConfigError`` for ``parts`` (a message has its pictures before its texts), ``think``
-        and ``size``, and for ``images`` where the model reads none; ``UnreadableImage``; ``DataError`` for a prompt
-        that is longer than the model's positions.
+        """The answer to ``prompt``, with ``images`` shown before it, and before those the messages of ``history``: at
+        most ``max_length`` tokens, the likeliest, or with a ``temperature`` one that ``seed`` determines
+        (``Sampling``). ``understand``, ``flow`` and ``on_step`` have no effect. Raises ``ConfigError`` for ``parts``
+        (a message has its pictures before its texts), ``think`` and ``size``, and for ``images`` and ``history`` where
+        the model reads none; ``UnreadableImage``; ``DataError`` for a prompt that is longer than the model's positions.
         """
         context = one_or_many_pictures(images)
         options: dict[str, Any] = {} if self.reads_images else {"images": context}
-        options |= {"parts": parts, "think": think, "size": size}
+        options |= {"parts": parts, "think": think, "size": size} | ({} if self.converses else {"history": history})
         if names := [name for name, value in options.items() if value]:
             raise ConfigError(f"{', '.join(names)}: {self.limits}")
         sampling = Sampling(temperature, top_p)
         with tempfile.TemporaryDirectory() as folder:
             paths = [as_file(each, Path(folder) / f"{number}.png") for number, each in enumerate(context)]
-            question = self.prompt(prompt, paths)
+            question = self.prompt(prompt, paths, history)
         return Generated(self.write([question], [seed], max_length, sampling)[0], [])
 
     def complete(
@@ -94,9 +99,10 @@ class TextInterface(ABC):
         texts = self.write(prompts, [each.seed for each in requests], max_new_tokens, sampling or Sampling())
         return [Generated(text, []) for text in texts]
 
-    def prompt(self, text: str, images: Sequence[Path]) -> Sequence[LoadedSplit]:
-        """Return what the model reads before its answer to a text and pictures: by default one message of a chat."""
-        turns = [*(Turn("user", "image", str(path)) for path in images), Turn("user", "text", text)]
+    def prompt(self, text: str, images: Sequence[Path], history: Sequence[Turn]) -> Sequence[LoadedSplit]:
+        """Return what the model reads before its answer to a text and pictures: by default the next message of a chat,
+        after those of ``history``."""
+        turns = [*history, *(Turn("user", "image", str(path)) for path in images), Turn("user", "text", text)]
         return [split.load(self.processor, None) for split in self.processor.plan(turns, reply=True).splits]
 
     @abstractmethod

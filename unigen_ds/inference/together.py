@@ -77,7 +77,7 @@ class TrainedModel:
             if self.idle is None and counts[turn] < dist.world_size():
                 raise AnotherRankFailed(
                     "the processes made different calls of the model",
-                    remedy="give the inferencer of this family `idle(method)` (docs/inference.md), or use --backend"
+                    remedy="give this family's inferencer `idle(method)` (docs/extending/answers.md), or use --backend"
                     " deepspeed:zero2",
                 )
             if turn == own:

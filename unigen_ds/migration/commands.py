@@ -128,7 +128,7 @@ def read_command(words: Sequence[str]) -> Command:
     if command.others and not command.starts and command.others[0][0] != "...":
         raise ConfigError(
             f"{shlex.join(words)} starts no training, and states no settings",
-            remedy="docs/migrating.md has what replaces each command of the guides",
+            remedy="docs/migrating/index.md has what replaces each command of the guides",
         )
     return command
 

@@ -148,7 +148,7 @@ class Draft:
     def finish(self, why: Mapping[str, str]) -> Draft:
         """Omit whatever was not taken; ``why``: name -> reason."""
         for setting in self.settings.values():
-            reason = why.get(setting.name, "this project has no setting of that name: docs/migrating.md")
+            reason = why.get(setting.name, "this project has no setting of that name: docs/migrating/index.md")
             self.omit(setting.source, reason)
         for name in self.command.files:
             self.omit(name, "it is an argument without a name, whose meaning is not known")

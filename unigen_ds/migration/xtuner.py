@@ -17,8 +17,8 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.migration.commands import MAPPINGS, Command
 from unigen_ds.migration.draft import SECTIONS, Draft, Table, assignment, boolean, number, recipe, text, whole_number
 
-_RESUME_NOTE = "a resume continues the curve by itself: docs/resume.md"
-_NO_COUNTERPART = "the class here has no such argument: docs/migrating.md"
+_RESUME_NOTE = "a resume continues the curve by itself: docs/resume/resume.md"
+_NO_COUNTERPART = "the class here has no such argument: docs/migrating/xtuner.md"
 _PAIRS = {
     ("vicuna-7b-v1.5", "clip-vit-large-patch14-336"): "llava-hf/llava-1.5-7b-hf",
     ("vicuna-13b-v1.5", "clip-vit-large-patch14-336"): "llava-hf/llava-1.5-13b-hf",
@@ -151,7 +151,7 @@ def _translate_model(draft: Draft) -> None:
             values["freeze"] = ["vision_tower|vision_model|visual", "language_model"]
         draft.notes.append(
             f"{name} is a class of its own, which this project does not have: the config has the published model below"
-            " it. For its own heads and losses register a model and a family: docs/extending.md."
+            " it. For its own heads and losses register a model and a family: docs/extending/model.md."
         )
     names = {"type", "use_activation_checkpointing", "pretrained_model_name_or_path", *frozen}
     sections = {"model": model, **{f"model.{part}": model[part] for part in parts}, "tokenizer": draft.get("tokenizer")}
@@ -173,7 +173,7 @@ def _translate_data(draft: Draft) -> None:
     datasets: list[dict[str, Any]] = []
     for member in (data.get("datasets_list") or data.get("datasets") or []) if joins else [data]:
         if not isinstance(member, Mapping) or _last(member.get("type")) != "LLaVADataset":
-            draft.omit(assignment(where, member), "no such data set is known: docs/extending.md")
+            draft.omit(assignment(where, member), "no such data set is known: docs/extending/data.md")
             continue
         values = dict(member)
         dataset = {"type": "UnifiedGenerationDataset", "data_path": values.pop("data_path", "train.jsonl")}

@@ -194,6 +194,15 @@ def hold_base_in(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def switch_adapters(model: nn.Module, *, on: bool) -> None:
+    """Compute with the adapters, or with the base alone. No weight changes, and none is trained afterwards."""
+    own = adapter_record(model)
+    for name in own.layers if own is not None else ():
+        layer: Any = model.get_submodule(name)
+        layer.enable_adapters(on)
+        layer.requires_grad_(False)
+
+
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Replace each adapted layer by one linear layer of the same result, in place. Packed weights are unpacked."""

@@ -205,7 +205,7 @@ class OptimWrapper(Section):
     """`dict(type, lr, weight_decay, ...)`: `AdamW` (default), `Adam`, `SGD` or `Muon` of torch or [one of your
     own](#optimizers), and its other arguments. `lr` is required; `weight_decay` is the class's default when left out.
     `adamw` of `Muon`: `dict(lr, weight_decay, betas, ..., patterns)`. `fused` of `AdamW`: see
-    [engines.md](engines.md#the-optimizer)."""
+    [the optimizer](engines/precision.md#the-optimizer)."""
     accumulative_counts: int = Field(default=1, ge=1)
     """Iterations per update. The loss is a mean over the targets of the whole update, so 8 x 1, 4 x 2 and 2 x 4 are the
     same training."""

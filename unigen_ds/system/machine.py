@@ -49,6 +49,14 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def host_memory() -> int:
+    """Bytes of memory of this machine, or of the container that this process is in."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdecimal() else total
+
+
 def git_commits() -> dict[str, dict[str, Any]]:
     """``package`` (of unigen_ds), ``folder`` (the present one, if another repository): ``{'commit', 'changed'}``.
 

@@ -349,7 +349,7 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_format_of_a_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of ``docs/extending.md``: by its suffix, by its name, and with a setting, which is in the fingerprint."""
+    """As in ``docs/extending/data.md``: by suffix, by name, and with a setting, which is in the fingerprint."""
 
     class Louder(WordsSource):
         def __init__(self, path: Path, *, ending: str = "", **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""A format of a user's own, as ``docs/extending.md`` shows it."""
+"""A format of a user's own, as ``docs/extending/data.md`` shows it."""
 
 from __future__ import annotations
 

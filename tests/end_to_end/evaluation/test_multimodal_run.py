@@ -91,10 +91,10 @@ def test_during_training_and_by_the_tool(tmp_path: Path, clip: str, capsys: pyte
 
 def test_without_such_records_or_such_a_model_the_message_names_what_to_do(tmp_path: Path, clip: str) -> None:
     consistency = {"type": "MultimodalConsistency", "path": clip}
-    with pytest.raises(ConfigError, match=r"no validation record has an answer of kind text and image.*docs/metrics"):
+    with pytest.raises(ConfigError, match=r"has an answer of kind text and image.*docs/evaluation/metrics.md"):
         train(tmp_path, [consistency], pairs=0).train()
     hook = {"type": "EvaluateHook", "interval": 1, "unit": "update", "metrics": [consistency]}
     records = [talk(text("user", words(2)), text("assistant", words(2, k))) for k in range(12)]
     config = text_config(tmp_path, records, val_dataloader={"split": 0.3}, custom_hooks=[hook])
-    with pytest.raises(ConfigError, match=r"MultimodalConsistency needs texts with pictures.*docs/metrics"):
+    with pytest.raises(ConfigError, match=r"Consistency needs texts with pictures.*docs/evaluation/metrics.md"):
         Runner.from_cfg(config).train()

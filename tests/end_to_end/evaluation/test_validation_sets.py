@@ -33,7 +33,7 @@ def sets(folder: Path) -> dict[str, Any]:
     far = write_jsonl(folder / "far.jsonl", records(11)[3:])
     dataset = {"type": "UnifiedGenerationDataset", "data_path": str(far)}
     far_section = {"dataset": dataset, "batch_size": 2, "metrics": ["exact_match"]}
-    return {"near": {"split": 0.3, "batch_size": 3, "metrics": "BLEU"}, "far": far_section}
+    return {"near": {"split": 0.3, "batch_size": 3, "metrics": ["BLEU"]}, "far": far_section}
 
 
 def run_of(folder: Path, *hooks: Any, best: str = "val/far/loss", **options: Any) -> Runner:

@@ -1,4 +1,4 @@
-"""The walk-through of ``docs/extending.md``: its files trained, resumed, asked and published."""
+"""The walk-through of ``docs/extending/unified_model.md``: its files trained, resumed, asked and published."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_metric_of_the_documentation_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[3] / "docs" / "extending" / "parts.md").read_text(encoding="utf-8")
     (code,) = [block for block in page.split("```python\n")[1:] if "class MeanLength" in block]
     monkeypatch.setattr(METRICS, "_module_dict", dict(METRICS.module_dict))
     exec(code.split("```")[0], {"__name__": "own"})

@@ -166,7 +166,7 @@ def test_the_recipes_have_the_size_of_their_name(name: str, millions: int) -> No
         model = build(MODELS, load_config(name)["model"], where="model")
     numel = sum(p.numel() for p in model.parameters())
     assert abs(numel / 1e6 / millions - 1) < 0.03
-    page = (Path(__file__).parents[3] / "docs" / "configs.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "configs" / "model.md").read_text(encoding="utf-8")
     assert f"`{name}`" in page and f"{numel:,}" in page
 
 

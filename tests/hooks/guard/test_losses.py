@@ -121,7 +121,7 @@ def test_useless_weights_are_named_with_their_causes(
     assert warnings.endswith(
         f", and chance is {CHANCE:.4g}: the task is new to the loaded weights, or they are not the trained ones"
     )
-    assert link == "the likely causes are in docs/checkpoints.md#the-first-update"
+    assert link == "the likely causes are in docs/checkpoints/load_from.md#the-first-update"
     monkeypatch.setattr(Decoder, "chance_level", lambda family, processor: {"image": 2.0})
     info, warnings = lines(tmp_path / "unknown", tmp_path / "model")
     assert warnings == [] and info[1].startswith("losses text ") and "chance" not in info[1], "its family states none"

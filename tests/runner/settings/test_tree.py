@@ -291,7 +291,7 @@ def test_a_model_that_no_family_has_is_refused(plain: dict[str, Any]) -> None:
         Runner.from_cfg({**plain, "model": {"type": "WithoutFamily"}, "processor": {}})
     text = str(error.value)
     for words in ("model.type is 'WithoutFamily', and no registered family has this model", "DecoderLM", "UnifiedModel",
-                  "VLM, or a subclass of one", "custom_imports", "docs/extending.md"):  # fmt: skip
+                  "VLM, or a subclass of one", "custom_imports", "docs/extending/model.md"):  # fmt: skip
         assert words in text, text
 
 

@@ -24,15 +24,21 @@ _RANK_VARIABLES = {"pytorch": "RANK", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM
 
 
 def check_devices(known: Known) -> Iterator[Checked]:
-    """Adds ``hardware``, from a process of its own: CUDA here would prevent forks. Then hides all devices."""
-    ((_, (hardware, _)),) = in_processes({"devices": _ask_devices}, jobs=1)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    """Adds ``hardware``."""
+    hardware = find_and_hide_devices()
     if not hardware:
         yield not_checked("this machine has no CUDA device: what a device must have is not checked, all else is")
         return
     known.hardware = hardware
     memory, free = hardware.memory / 2**30, hardware.free / 2**30
     yield ok(f"{hardware.count} x {hardware.name}, {memory:.1f} GiB each, {free:.1f} of the first free")
+
+
+def find_and_hide_devices() -> Hardware | None:
+    """The CUDA devices, asked for in a process of its own: CUDA here would prevent forks. Then all are hidden."""
+    ((_, (hardware, _)),) = in_processes({"devices": _ask_devices}, jobs=1)
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return hardware  # type: ignore[no-any-return]
 
 
 def _ask_devices() -> Hardware | None:

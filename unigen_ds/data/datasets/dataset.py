@@ -60,7 +60,7 @@ class PlannedDataset(Protocol):
 
 @DATASETS.register_module()
 class UnifiedGenerationDataset:
-    """Conversations, documents and images with texts, from files of any format; ``docs/data.md`` shows all of them.
+    """Conversations, documents and images with texts, from files of any format (``docs/data/formats.md``).
 
     Args:
         data_path: a file, a folder, a pattern (``data/part-*.parquet``), or a list of files of one format; with
@@ -79,7 +79,7 @@ class UnifiedGenerationDataset:
             then the text); None: ``'generate'``, and in JSON ``{image, text}`` is a document.
         filters: list of components: filters that leave records out, counted.
         streaming: read shard after shard, each through a local copy, without reading all of the data first;
-            ``data_path`` may then have urls, and names of the hub. ``dict(...)`` has its settings (``docs/data.md``).
+            ``data_path`` may then have urls, and names of the hub. ``dict(...)`` has [its settings](data/streaming.md).
         on_error: ``'skip'``: if it cannot be opened or indexed, or none of its images can be read, the run continues
             without it, with a warning.
         on_record_error: ``'error'``: a malformed record stops the start, with a list of the first. ``'skip'``: these,

@@ -1,6 +1,6 @@
 """A record -> turns of a conversation. Every layout of a record is here, whatever kind of file it was read from.
 
-Also mixed in one file; ``docs/data.md`` shows an example of each::
+Also mixed in one file; ``docs/data/records.md`` shows an example of each::
 
     {conversations: [{role, type: text | image, content | image_path}]}
     {text_prompt, image_path}                                  user text, then an assistant image

@@ -33,7 +33,7 @@ NUM_LISTED = 20
 _ADVICE = re.compile(r"(.*?)((?: Allowed: | Remedy: |\Z).*)", re.DOTALL)
 _ALPHA = 2.87e-7
 """The probability beyond 5 standard deviations of a normal distribution, on one side."""
-_TEXT_FORMATS = "text of its format, by default JSON or JSONL: docs/data.md shows the records"
+_TEXT_FORMATS = "text of its format, by default JSON or JSONL: docs/data/records.md shows the records"
 _MAGIC = {
     b"PAR1": "a Parquet file: format='parquet' reads it",
     b"ARROW1": "an Arrow file: format='arrow' reads it",

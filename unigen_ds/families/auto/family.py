@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.config.registry import FAMILIES
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.batch import ModelBatch
@@ -29,11 +30,13 @@ class ModelInferencer(TextInterface):
     def __init__(self, model: Any, processor: ModelProcessor) -> None:
         super().__init__(model, processor)
         self.reads_images = processor.pictures is not None
+        self.converses = bool(processor.tokenizer.chat.chat_template)
         self._image_ids = [] if processor.pictures is None else processor.pictures.token_ids
 
-    def prompt(self, text: str, images: Sequence[Path]) -> Sequence[LoadedSplit]:
-        chat = self.processor.tokenizer.chat
-        return super().prompt(text, images) if chat.chat_template else [TokenSplit.unlearned(chat(text)["input_ids"])]
+    def prompt(self, text: str, images: Sequence[Path], history: Sequence[Turn]) -> Sequence[LoadedSplit]:
+        if self.converses:
+            return super().prompt(text, images, history)
+        return [TokenSplit.unlearned(self.processor.tokenizer.chat(text)["input_ids"])]
 
     def write(
         self, prompts: Sequence[Sequence[LoadedSplit]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling

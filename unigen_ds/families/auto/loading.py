@@ -46,7 +46,7 @@ def auto_config(folder: Path | None, changes: Mapping[str, Any], *, where: str =
         raise ConfigError(
             f"{source}: model_type is {kind!r}",
             allowed="a kind of model that transformers has; code beside a model's files is never run",
-            remedy="a family of your own, in custom_imports (docs/extending.md)",
+            remedy="a family of your own, in custom_imports (docs/extending/model.md)",
         )
     if changes.get("model_type", kind) != kind:
         raise ConfigError(f"{where}.model_type is {changes['model_type']!r}, and the files have {kind!r}")

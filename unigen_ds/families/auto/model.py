@@ -391,7 +391,7 @@ class ImageTextToText(TransformersModel):
         return {"reads_images": True}
 
 
-_OWN = "another model, or a family of your own (docs/extending.md)"
+_OWN = "another model, or a family of your own (docs/extending/model.md)"
 
 
 def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:

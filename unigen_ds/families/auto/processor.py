@@ -226,7 +226,7 @@ class Pictures:
 
 
 def _support_error(processor: Any, problem: str) -> ConfigError:
-    remedy = "another model, or a family of your own (docs/extending.md)"
+    remedy = "another model, or a family of your own (docs/extending/model.md)"
     return ConfigError(f"{type(processor).__name__} of transformers {problem}", remedy=remedy)
 
 

@@ -25,6 +25,7 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.batches.loader import pack_documents
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
@@ -61,6 +62,8 @@ THINK_THEN_DRAW = (
 _LIKELIEST = Sampling()
 OnStep = Callable[[float, Tensor, Tensor], None]
 """Called in each Euler step with t, the noisy patches before it, and their velocity."""
+OnPicture = Callable[[float, Image.Image], None]
+"""Called in each Euler step with t and the picture that the model predicts at it."""
 
 
 @dataclass
@@ -102,6 +105,7 @@ class InterleaveInferencer:
         *,
         images: Picture | Sequence[Picture] = (),
         parts: Sequence[str | Image.Image | Path | np.ndarray] = (),
+        history: Sequence[Turn] = (),
         understand: bool = False,
         think: bool = False,
         size: Size = None,
@@ -111,6 +115,7 @@ class InterleaveInferencer:
         top_p: float = 1.0,
         seed: int = 0,
         on_step: OnStep | None = None,
+        on_picture: OnPicture | None = None,
     ) -> Generated:
         """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead.
 
@@ -118,6 +123,7 @@ class InterleaveInferencer:
             images: pictures (PIL, uint8 ``[H, W, 3]``) or paths, one alone or several, shown before the prompt.
             parts: texts and pictures that follow each other, shown after ``images`` and before the prompt, which may
                 then be ''. A ``str`` is a text, a ``Path`` a picture.
+            history: earlier messages, shown first.
             understand: answer in text, and draw nothing.
             think: the model writes its thoughts first, and uses them for the answer, too.
             size: (height, width) of the picture; None: of the last one shown, else the largest square.
@@ -127,10 +133,11 @@ class InterleaveInferencer:
             top_p: of the text: only the likeliest tokens are drawn, which have this probability together.
             seed: of every random number.
             on_step: called in each Euler step.
+            on_picture: the same, with the predicted picture, which must be decoded for it.
 
         Raises ``ConfigError`` for an argument that is unknown, wrong, or without effect, and ``UnreadableImage``.
         """
-        drawing = {"size": size, "flow": flow, "on_step": on_step}
+        drawing = {"size": size, "flow": flow, "on_step": on_step, "on_picture": on_picture}
         if understand and (names := [name for name, value in drawing.items() if value is not None]):
             problem = f"unified_generate got {', '.join(names)} with understand, which draws nothing"
             raise ConfigError(problem, remedy="leave out one of the two")
@@ -139,7 +146,8 @@ class InterleaveInferencer:
         if think:
             for context in (contexts.full, contexts.without_image):
                 self.extend_text(context, tokenizer.encode(THINK_THEN_ANSWER if understand else THINK_THEN_DRAW))
-        for part in (*one_or_many_pictures(images), *in_order(parts)):
+        earlier = [Path(one.value) if one.kind == "image" else one.value for one in history]
+        for part in (*earlier, *one_or_many_pictures(images), *in_order(parts)):
             if isinstance(part, str):
                 self._add_text(contexts, part)
                 continue
@@ -163,7 +171,7 @@ class InterleaveInferencer:
         largest = transform.largest_side if transform is not None else 0
         size = size or size_of_last or (largest, largest)
         flow = flow_for(self.model, flow, where="unified_generate.flow")
-        return Generated(text, [self._draw(contexts, size, flow, seed, on_step=on_step)])
+        return Generated(text, [self._draw(contexts, size, flow, seed, on_step=on_step, on_picture=on_picture)])
 
     @torch.no_grad()
     def complete(
@@ -213,11 +221,19 @@ class InterleaveInferencer:
         seed: int,
         *,
         on_step: OnStep | None = None,
+        on_picture: OnPicture | None = None,
     ) -> Image.Image:
         grid = image_grid(self.processor, size)
+
+        def report(t: float, x_LC: Tensor, v_LC: Tensor) -> None:
+            if on_step is not None:
+                on_step(t, x_LC, v_LC)
+            if on_picture is not None:
+                on_picture(t, to_picture(self.decode(x_LC - t * v_LC, grid)))
+
         width = self.processor.latent_channels * self.processor.latent_patch_size**2
         noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, 0, "draw"))
-        return to_picture(self.decode(self.denoise(contexts, noise_LC, grid, flow=flow, on_step=on_step), grid))
+        return to_picture(self.decode(self.denoise(contexts, noise_LC, grid, flow=flow, on_step=report), grid))
 
     def _add_text(self, contexts: Contexts, text: str) -> None:
         ids = self.processor.tokenizer.encode(text)

@@ -139,9 +139,9 @@ class UnifiedModel(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with terms ``text`` and ``image``.
 
     Args:
-        llm: sizes under Qwen2's names and ``dropout``, [its keys](configs.md#unifiedmodel); those that ``pretrained``
-            does not have.
-        vit: sizes under SigLIP's names, [its keys](configs.md#unifiedmodel); those that ``pretrained`` does not have.
+        llm: sizes under Qwen2's names and ``dropout``, [its keys](configs/model.md#unifiedmodel); those that
+            ``pretrained`` does not have.
+        vit: sizes under SigLIP's names, [its keys](configs/model.md#unifiedmodel); those that ``pretrained`` lacks.
         vae: component: the autoencoder, frozen, whole on every process, in fp32; needed where ``pretrained`` has none.
         latent_patch_size: side of a latent patch, in latent pixels; as ``pretrained`` has it, else 2.
         max_latent_size: rows and columns of the latent position table, in patches: the largest image; as ``pretrained``
@@ -153,7 +153,7 @@ class UnifiedModel(PretrainedModel):
             3.0.
         freeze: any of ``vit``, ``llm``, ``connector``, ``vae`` (always): no gradient, bit-identical after training.
         quantize: packed weights for the linear layers of frozen parts: ``dict(llm='nf4', vit='int8')``, [quantised
-            weights](configs.md#quantised-frozen-weights).
+            weights](configs/model.md#quantised-frozen-weights).
         activation_checkpointing: compute decoder and tower layers again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each decoder layer.
         pretrained: initial weights and all sizes: a published BAGEL directory, or ``dict(llm='DIR', vit='DIR',

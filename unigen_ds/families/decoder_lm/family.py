@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from unigen_ds.config.registry import FAMILIES, MODELS, checked
 from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.processor import Processor
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.families.auto.attention import is_causal
@@ -167,10 +168,10 @@ class TransformersDirectory(PublishedFormat):
 class TextInferencer(PackedInferencer):
     """A ``DecoderLM``: its answer is the continuation of the prompt."""
 
-    reads_images = False
+    reads_images = converses = False
     limits = "this model continues a text, and does nothing else"
 
-    def prompt(self, text: str, images: Sequence[Path]) -> list[TokenSplit]:
+    def prompt(self, text: str, images: Sequence[Path], history: Sequence[Turn]) -> list[TokenSplit]:
         tokenizer = self.processor.tokenizer
         return [TokenSplit.unlearned([tokenizer.bos_id, *tokenizer.encode(text)])]
 

@@ -88,17 +88,17 @@ class VLM(PretrainedModel):
     """``forward(PackedBatch) -> LossTerms`` with the term ``text``.
 
     Args:
-        llm: sizes under Llama's names, [its keys](configs.md#vlm); what is left out is SmolLM2-360M's.
-        vit: sizes under SigLIP's names, [its keys](configs.md#vlm); what is left out is SigLIP2-base-patch16-512's.
+        llm: sizes under Llama's names, [its keys](configs/model.md#vlm); the others are SmolLM2-360M's.
+        vit: sizes under SigLIP's names, [its keys](configs/model.md#vlm); the others are SigLIP2-base-patch16-512's.
         pixel_shuffle_factor: a square of so many patches a side becomes one token; 4 where ``pretrained`` has none: 512
             x 512 pixels are 64 tokens.
         freeze: any of ``vit``, ``llm``, ``connector``: no gradient, bit-identical after training.
         quantize: packed weights for the linear layers of frozen parts: ``dict(llm='nf4', vit='int8')``, [quantised
-            weights](configs.md#quantised-frozen-weights).
+            weights](configs/model.md#quantised-frozen-weights).
         activation_checkpointing: compute decoder and tower layers again in the backward pass: less memory, more time.
         compile: ``torch.compile`` each decoder layer.
-        pretrained: published weights, [one of](configs.md#vlm) nanoVLM's directory or ``dict(vit='DIR', llm='DIR')`` of
-            a SigLIP2 and a SmolLM2 directory; they have every size that is not given.
+        pretrained: published weights, [one of](configs/model.md#vlm) nanoVLM's directory or
+            ``dict(vit='DIR', llm='DIR')`` of a SigLIP2 and a SmolLM2 directory; they have every size that is not given.
     """
 
     forward_methods = ("logits", "next_token_logits")

@@ -38,7 +38,7 @@ ASIDE_SUFFIX = ".abandoned"
 @HOOKS.register_module()
 class AsyncEvaluateHook(Hook):
     """A command of your own evaluates a checkpoint: as a local process, or by ``sbatch``. Training never waits for it,
-    and nothing that it does ends the training ([evaluation.md](evaluation.md#in-another-process)).
+    and nothing that it does ends the training ([another process](evaluation/other_process.md)).
 
     Args:
         command: a command line, or its list of arguments; ``{checkpoint}``, ``{step}`` (the update) and ``{out}`` (the

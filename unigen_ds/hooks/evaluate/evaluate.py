@@ -32,7 +32,7 @@ _FOLDER = "evaluations"
 
 @HOOKS.register_module()
 class EvaluateHook(Hook):
-    """Computes ``val/loss`` and its parts ([evaluation.md](evaluation.md)) and calls ``after_val`` of every hook with
+    """Computes ``val/loss`` and its parts (``docs/evaluation``) and calls ``after_val`` of every hook with
     them. The training is not changed by a bit: generators, running statistics, dropout and the engine's state are those
     of a run without evaluation.
 
@@ -44,7 +44,7 @@ class EvaluateHook(Hook):
         max_batches: at most so many times ``val_dataloader.batch_size`` samples, over all processes, spread evenly over
             each source; None: all.
         use_ema: the weights are those of the ``EMAHook``.
-        metrics: further metrics ([metrics.md](metrics.md)): names, ``['BLEU']``, or components,
+        metrics: further metrics ([metrics](evaluation/metrics.md)): names, ``['BLEU']``, or components,
             ``[dict(type='BLEU')]``.
         metric_interval: between computations of the metrics, in ``unit``; None: at every evaluation. At the end of the
             training, and with ``at_start``, they are computed, too.
@@ -53,7 +53,7 @@ class EvaluateHook(Hook):
             (``val_dataloader``'s), ``seed`` (``val_dataloader``'s) and ``flow``, as of ``PreviewHook``.
         save_best: a name of the results, such as ``val/loss``, which ``'auto'`` means (of several sets the first's):
             the checkpoint with the best value is saved when it is found and never deleted as an old one
-            ([evaluation.md](evaluation.md#the-best-checkpoint)).
+            ([the best checkpoint](evaluation/best_checkpoint.md)).
         rule: ``'less'`` or ``'greater'`` is better; None: inferred from the name, as mmengine does.
         empty_cache: release the unused memory of CUDA before and after.
     """

@@ -144,7 +144,7 @@ class FirstUpdateHook(Hook):
         for problem in problems:
             logger().warning("First update: %s", problem)
         if problems:
-            logger().warning("First update: the likely causes are in docs/checkpoints.md#the-first-update")
+            logger().warning("First update: the likely causes are in docs/checkpoints/load_from.md#the-first-update")
 
     def _loss_problems(self, losses: Mapping[str, float], chance: Mapping[str, float]) -> Iterator[str]:
         """A sentence for each loss that a trained model would not have."""

@@ -403,5 +403,5 @@ class Parameters:
                 f" {first_names(names)}, after the engine was built",
                 allowed="hooks that leave the model's parameters as they are",
                 remedy="model.freeze, or optim_wrapper.paramwise_cfg.groups=[dict(pattern=..., lr=0)], freezes; a model"
-                " with other parameters is a class of your own (docs/extending.md)",
+                " with other parameters is a class of your own (docs/extending/model.md)",
             )

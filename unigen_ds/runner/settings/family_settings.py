@@ -53,7 +53,7 @@ def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield error
         return
     if family.needs_tokenizer and config.get("tokenizer") is None:
-        yield ConfigError("the config has no tokenizer", remedy="docs/configs.md describes every key")
+        yield ConfigError("the config has no tokenizer", remedy="docs/configs/tokenizer.md describes each")
     processor, weights = config.get("processor"), config.get("loss_weights")
     if isinstance(processor, Mapping):
         from_run = (*_FROM_RUN, *getattr(kind, "fixes_of_processor", ()))

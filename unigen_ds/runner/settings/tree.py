@@ -73,7 +73,7 @@ class TrainCfg(Section):
     """Tokens over all processes."""
     max_time: Time | None = None
     """How long a process may run, as `'3h50m'`, `'1d2h'` or seconds: the run stops before, with a checkpoint and exit
-    status 143 ([launching.md](launching.md#a-time-limit)), and is not complete."""
+    status 143 ([launching](launching.md#a-time-limit)), and is not complete."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> TrainCfg:
@@ -173,14 +173,14 @@ class Settings(ModelSettings):
     epoch of the new data begins). `--on-data-change`."""
     skip_sequences: Annotated[tuple[Skip, ...], Skips] = ()
     """Ranges `'A:B'` of global sequence numbers that are left out, also by every later resume
-    ([resume.md](resume.md#sequences-that-are-left-out)). `--skip-sequences`."""
+    ([skipped sequences](resume/skip_sequences.md)). `--skip-sequences`."""
     work_dir: str | None = None
     """Output folder; None: `work_dirs/<config name>`; `{run_name}` in it: a folder for each run, named by
     `visualizer.run_name`, which is needed then, and found again by a resume. `--work-dir`."""
     checkpoint_dir: str | None = None
     """Folder of the checkpoints, `last_checkpoint`, `best_checkpoint` and `lineage.json`, for one run alone; None: the
     work dir, which has everything else. `{run_name}` in it as in `work_dir`.
-    [checkpoints.md](checkpoints.md#a-folder-of-their-own). `--checkpoint-dir`."""
+    [A folder of their own](checkpoints/files.md#a-folder-of-their-own). `--checkpoint-dir`."""
     launcher: Literal["none", "pytorch", "slurm", "mpi"] = "none"
     """`none`, `pytorch` (torchrun), `slurm` or `mpi`. `--launcher`."""
     world_size: int | None = Field(default=None, ge=1)
@@ -410,7 +410,7 @@ def _misfits(settings: Settings) -> Iterator[ConfigError]:
     if "{run_name}" in (settings.work_dir or "") and settings.visualizer.run_name is None:
         yield ConfigError(
             f"work_dir is {settings.work_dir!r}, and visualizer.run_name is not given",
-            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), or run_name='nanovlm' (docs/configs.md)",
+            remedy="visualizer=dict(run_name='{model}_{updates}_{date}'), or 'nanovlm' (docs/configs/visualizer.md)",
         )
     if "{run_name}" in (settings.checkpoint_dir or "") and "{run_name}" not in (settings.work_dir or ""):
         yield ConfigError(

@@ -1,3 +1,4 @@
+# init.py would write no config for it: differs because a demo makes its own data, for a model from scratch.
 """A unified text + image model learns scikit-learn's real handwritten digits: to draw them and to read them.
 
 About 3 minutes on 2 CPU cores. One packed sequence holds six or seven samples of either direction; both losses train

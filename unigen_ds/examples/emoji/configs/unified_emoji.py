@@ -1,3 +1,4 @@
+# init.py would write no config for it: differs because a demo makes its own data, for a model from scratch.
 """A unified text + image model learns 36 emoji in colour: to draw them by name, to name them, and to edit their colour.
 
 About 10 minutes on 2 CPU cores. Pictures of 32 x 32 pixels, 16 tokens each; of every emoji one colour or skin tone is

@@ -1,9 +1,10 @@
+# init.py would write a frozen vision tower and all else trained: differs because F-LMM trains the projector alone.
 """A frozen vision-language model of transformers whose projector alone is trained: F-LMM's outline, under ZeRO-2.
 
 As in the guides of that trainer: 64 samples a device, 2 iterations an update and 2 devices are 256 samples an update;
 8 epochs, a warm-up and a cosine counted in epochs, a checkpoint every 100 iterations. Only what has a gradient is in
 the engine's shards and moments; ``iter_<n>.pth`` is a folder. A head of your own (as F-LMM's mask decoder) is a family
-in ``custom_imports``: docs/extending.md.
+in ``custom_imports``: docs/extending/model.md.
 
     deepspeed --num_gpus 2 tools/train.py frozen_vlm_zero2 --cfg-options train_dataloader.dataset.data_path=my.jsonl
 """

@@ -1,3 +1,4 @@
+# init.py would write the fine-tune of one directory: differs because this model begins from three published parts.
 """A unified model from its published parts, as BAGEL began: Qwen2.5, SigLIP and FLUX's autoencoder.
 
 The expert that draws begins as a copy of the one that reads (``copy_init_moe``); connectors and the head of the

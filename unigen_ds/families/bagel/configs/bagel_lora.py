@@ -1,3 +1,4 @@
+# init.py would write epochs, validation and previews: differs because it is BAGEL's command with adapters.
 """LoRA on BAGEL-7B-MoT: the experts that draw and those that read get adapters of rank 16, everything else is frozen.
 
 81 M parameters are trained: a checkpoint is 1.3 GB with moments and average, the exported adapters 162 MB in bf16. The
