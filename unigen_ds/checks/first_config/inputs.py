@@ -176,7 +176,7 @@ def find_input_data(name: str, *, task: str | None, model: ModelInput) -> DataIn
     if task is not None and task not in kinds and (task, *kinds) != ("chat", "caption"):
         each = ", ".join(f"{number:,} {one} ({KINDS[one]})" for one, number in kinds.items())
         problem = f"--task {task}: {name} has no record of it, of {len(rows):,} that were looked at"
-        raise ConfigError(problem, allowed=each, remedy="leave it out; docs/data.md has the records of each task")
+        raise ConfigError(problem, allowed=each, remedy="leave it out; docs/data/records.md has the records of each task")
     drawn_images = sum(any(turn.is_target and turn.kind == "image" for turn in turns) for turns in records)
     read_images = sum(any(not turn.is_target and turn.kind == "image" for turn in turns) for turns in records)
     of_rows, kind = f"of {len(rows):,} records of {name}", f"{model.kind.__name__} ({model.name})"
