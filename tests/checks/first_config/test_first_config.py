@@ -78,14 +78,16 @@ def plan_by_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_what_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     plan_by_batch(monkeypatch)
-    with pytest.raises(ConfigError, match=r"needs 10\.1 GiB of a device, and this machine has 5\.0.*--lora"):
+    with pytest.raises(
+        ConfigError, match=r"needs 10\.1 GiB of a device, and this machine has 5\.0.*--lora, a smaller model"
+    ):
         first_config._decide_batch(config_on(5))
 
 
 @pytest.mark.parametrize(
     ("lengths", "kind", "limit", "length", "reason"),
     [
-        ([100] * 9 + [1100], "chat", 2048, 1152, "the longest record has 1,100"),
+        ([100] * 9 + [1100], "chat", 2048, 1152, "the longest record has 1,100 tokens"),
         ([100] * 999 + [9000], "chat", 2**31, 1024, "; 1 longer ones are left out"),
         ([100] * 9, "chat", 2048, 1024, "99 % at most 100"),
         ([3000] * 9, "pretrain", 2**31, 2048, "; 9 longer ones are split"),

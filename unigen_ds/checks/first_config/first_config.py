@@ -128,7 +128,7 @@ def first_config(
         module, dataset, section = _read(config)
         size = sum(p.numel() for p in module.parameters())
         title = type(getattr(module, "transformers_model", module)).__name__
-        config.decide("model", f"{title} with {_count(size)} parameters", f"{inputs.title}; recipe {name}")
+        config.decide("model", f"{title} with {size:,} parameters", f"{inputs.title}; recipe {name}")
         kinds = (f"{100 * n / records.kinds.total():.3g} % {KINDS[one]}" for one, n in records.kinds.items())
         config.decide("data", f"{len(dataset):,} records of {section['data_path']}", ", ".join(kinds))
         _decide_trained(config, module, base, lora=lora)
@@ -224,8 +224,9 @@ def _decide_data(
     hooks: list[dict[str, Any]] = []
     if best:
         hooks += [{"type": "EvaluateHook", "unit": "update", "interval": interval, "save_best": "val/loss"}]
+        hooks[0] |= {"max_batches": 64} if total - len(lengths) > 1000 else {}
     if config.data.draws:
-        momentum = max(1e-4, min(0.01, _digit(10 / updates)))
+        momentum = max(1e-4, min(0.01, float(f"{10 / updates:.0e}")))
         hooks += [{"type": "EMAHook", "momentum": momentum}]
         config.decide("average", f"of the weights, momentum {momentum:g}", "pictures are drawn with it")
     if config.data.draws and best:
@@ -242,7 +243,7 @@ def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) ->
     if config.data.is_text:
         hold = min(longest, 2048 if cuda else 512)
     length = min(max(64 * math.ceil(hold / 64), least), limit)
-    why = f"the longest record has {longest:,}, 99 % at most {usual:,}"
+    why = f"the longest record has {longest:,} tokens, 99 % at most {usual:,}"
     if long := int((lengths > length).sum()):
         why += f"; {long:,} longer ones are {'split' if config.data.is_text else 'left out'}"
     why += f"; positions {limit:,}" if limit < longest else ""
@@ -254,7 +255,8 @@ def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float
     """``scale``: parameters of the recipe's model for each of this one: smaller models learn with larger rates."""
     optimizer, own = base["optim_wrapper"]["optimizer"], (_LORA_RATE, "of adapters; --lr")
     if "lora" not in config.values:
-        own = _digit(optimizer["lr"] * min(max(scale**0.5, 1), 100)), "by the number of parameters; --lr"
+        rate = optimizer["lr"] * min(max(scale**0.5, 1), 100)
+        own = float(f"{rate:.0e}"), "by the number of parameters; --lr"
     lr, why = (lr, "--lr") if lr else own
     precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.count else "fp32"
     config.decide("lr", f"{lr:g}", why)
@@ -296,22 +298,11 @@ def _decide_batch(config: FirstConfig) -> None:
         raise ConfigError(
             f"{config.decisions['model'][0]}: an update of one sequence of {loader['seq_length']:,} tokens needs"
             f" {peak / GIB:.1f} GiB of a device, and this machine has {memory / GIB:.1f}",
-            remedy="a smaller model" if "lora" in values else "--lora, or a smaller model",
+            remedy=f"{'' if 'lora' in values else '--lora, '}a smaller model, or shorter records",
         )
     what = f"{batch} of a device, {of_device // batch} accumulated"
     why = f"{peak / GIB:.1f} of {memory / GIB:.1f} GiB by the memory plan"
     config.decide("batch", what, why, key="backend")
-
-
-def _count(number: float) -> str:
-    """``494 M``."""
-    unit = next((unit for unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if number >= unit[0]), (1, ""))
-    return f"{number / unit[0]:.3g}{unit[1]}"
-
-
-def _digit(number: float) -> float:
-    """The number with one digit."""
-    return float(f"{number:.0e}")
 
 
 def _round_number(number: float) -> int:

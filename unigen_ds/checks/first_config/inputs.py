@@ -6,7 +6,6 @@ A data set is a path, a name of ``data_registry.json``, or a name of the hub.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from unigen_ds.config.file import shipped_configs
 from unigen_ds.config.hub import folder_of
 from unigen_ds.config.paths import is_hub_name
 from unigen_ds.config.registry import MODELS, find
-from unigen_ds.core.errors import CheckpointError, ConfigError, DataError, suggestion
+from unigen_ds.core.errors import ConfigError, DataError, suggestion
 from unigen_ds.core.json_values import stored_object
 from unigen_ds.data.records.records import Layout, Turn, layout_of
 from unigen_ds.data.samples.processor import is_document
@@ -72,7 +71,7 @@ def find_input_model(name: str) -> ModelInput:
     recognised = [one for one in formats() if one.recognises(folder)]
     if not recognised:
         of_type = read_statement(folder / "config.json").get("model_type")
-        names, remedy = [*shipped_configs(), *names_in(folder.parent)], "another model"
+        names, remedy = [*shipped_configs(), *(one.name for one in folder.parent.glob("*"))], "another model"
         what = f"its config.json has model_type {of_type!r}" if of_type else "no family recognises it"
         if any((folder / one).is_file() for one in (FILE_NAME, *HINTS)):
             what = "it is a checkpoint, which has no form for others"
@@ -92,10 +91,6 @@ def find_input_model(name: str) -> ModelInput:
     for key in ("model", "tokenizer"):
         sections[key] = {key: name if value == str(folder) else value for key, value in sections[key].items()}
     return ModelInput(name, format_.name, sections)
-
-
-def names_in(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
 
 
 @dataclass(frozen=True)
@@ -122,10 +117,7 @@ def dataset_arguments(name: str) -> dict[str, Any]:
     if path.exists() or PATTERN.search(name):
         return {"data_path": name}
     registry = path.parent / REGISTRY
-    try:
-        entries = stored_object(registry) if registry.is_file() else {}
-    except CheckpointError as error:
-        raise ConfigError(f"--data {name}: {error.problem}", remedy=f"mend {registry}") from error
+    entries = stored_object(registry) if registry.is_file() else {}
     if path.name in entries:
         entry = entries[path.name]
         entry = {"data_path": entry} if isinstance(entry, str) else entry
@@ -139,7 +131,7 @@ def dataset_arguments(name: str) -> dict[str, Any]:
         f"--data {name}: there is no such file or folder, and {registry}"
         + (f" has the names {', '.join(entries)}" if entries else " is not there"),
         allowed="a file, a folder, a pattern, OWNER/NAME of the hub, or a name of that file",
-        remedy=suggestion(path.name, [*entries, *names_in(path.parent)]),
+        remedy=suggestion(path.name, [*entries, *(one.name for one in path.parent.glob("*"))]),
     )
 
 
@@ -176,7 +168,7 @@ def find_input_data(name: str, *, task: str | None, model: ModelInput) -> DataIn
     if task is not None and task not in kinds and (task, *kinds) != ("chat", "caption"):
         each = ", ".join(f"{number:,} {one} ({KINDS[one]})" for one, number in kinds.items())
         problem = f"--task {task}: {name} has no record of it, of {len(rows):,} that were looked at"
-        raise ConfigError(problem, allowed=each, remedy="leave it out; docs/data/records.md has the records of each task")
+        raise ConfigError(problem, allowed=each, remedy="leave it out; docs/data/records.md has all records")
     drawn_images = sum(any(turn.is_target and turn.kind == "image" for turn in turns) for turns in records)
     read_images = sum(any(not turn.is_target and turn.kind == "image" for turn in turns) for turns in records)
     of_rows, kind = f"of {len(rows):,} records of {name}", f"{model.kind.__name__} ({model.name})"

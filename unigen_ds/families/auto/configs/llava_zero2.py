@@ -1,5 +1,4 @@
-# init.py would write one to three epochs, under FSDP on several devices: differs because it repeats LLaVA's own
-# second stage.
+# init.py would write up to 20 epochs under FSDP: differs because it repeats LLaVA's own second stage.
 """Visual instruction tuning of LLaVA-1.5-7B, or of any model of transformers that reads images, under ZeRO-2.
 
 As LLaVA's own second stage: the vision tower is frozen, projector and language model are trained, 128 conversations an

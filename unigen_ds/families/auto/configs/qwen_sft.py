@@ -1,5 +1,4 @@
-# init.py would write the length, the update and the epochs by your records: differs because it is for long chats on 8
-# devices.
+# init.py would write length, update and epochs by your records: differs because it is for long chats on 8 devices.
 """Supervised fine-tuning of Qwen2.5-0.5B-Instruct, or of any language model of transformers, on conversations.
 
 The model's own chat template; the assistant's turns are learned. On 8 GPUs an update is 64 sequences of up to 4096

@@ -1,5 +1,4 @@
-# init.py would write epochs, a cosine, validation and previews: differs because these are the numbers of BAGEL's
-# command.
+# init.py would write epochs, validation and previews: differs because it has the numbers of BAGEL's own command.
 """BAGEL-7B-MoT, fine-tuned to draw, edit and read, with the numbers of BAGEL's own fine-tuning command, under FSDP2.
 
 14 B parameters, of which 7 B work on a token: weights, gradients and moments in fp32, and the average, are 280 GB, so 8

@@ -1,5 +1,4 @@
-# init.py would write one epoch of your documents: differs because a new model is trained on 20 tokens for each
-# parameter.
+# init.py would write epochs of your documents: differs because a new model is trained on 20 tokens a parameter.
 """A Llama of 300 M parameters, from scratch: ``decoder_lm_90m`` with 20 layers of width 1024, half its learning rate.
 
 Layers are computed again in the backward pass: less memory, more time.

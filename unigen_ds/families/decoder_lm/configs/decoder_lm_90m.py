@@ -1,5 +1,4 @@
-# init.py would write one epoch of your documents: differs because a new model is trained on 20 tokens for each
-# parameter.
+# init.py would write epochs of your documents: differs because a new model is trained on 20 tokens a parameter.
 """A Llama of 90 M parameters, from scratch, on documents: a JSONL of ``{"text": ...}``.
 
 12 layers of width 640, SmolLM2's vocabulary, embeddings tied. On 8 GPUs an update is 256 sequences of 2048 tokens,

@@ -1,5 +1,4 @@
-# init.py would write validation, and one learning rate for all parts: differs because it is nanovlm_460m in another
-# size.
+# init.py would write validation and one learning rate: differs because it is nanovlm_460m in another size.
 """``nanovlm_460m`` with nanoVLM's smaller language model: SigLIP2-base-512 and SmolLM2-135M, 228 M parameters.
 
 The sizes of ``lusxvr/nanoVLM-230M-8k``, which ``model.pretrained=DIR`` loads. An image: one tile, 512 px, 64 tokens.

@@ -1,5 +1,4 @@
-# init.py would write one learning rate for all parts: differs because here the connector is new, and learns a hundred
-# times faster.
+# init.py would write one learning rate: differs because here the connector is new, and learns faster.
 """nanoVLM's own trio, SigLIP2-base-512 and SmolLM2-360M, with its hyper-parameters, on its rows or any conversations.
 
 On 8 GPUs an update is 128 sequences of 4,096 tokens. An image of up to 512 pixels is one tile, 64 tokens; a larger one
