@@ -47,10 +47,10 @@ def run_line(settings: Settings) -> str:
 
 def model_line(kind: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> str:
     """Numbers of parameters: all, those of the largest parts of the model, and those that are trained."""
-    sizes = Counter[str]()
-    for name, parameter in parameters:
+    sizes, each = Counter[str](), {id(parameter): (name, parameter) for name, parameter in reversed(parameters)}
+    for name, parameter in reversed(each.values()):  # a tied one counts once
         sizes[name.partition(".")[0]] += parameter.numel()
-    number = sum(one.numel() for _, one in parameters if one.requires_grad)
+    number = sum(parameter.numel() for _, parameter in each.values() if parameter.requires_grad)
     parts = [f"{name} {size / 1e6:.3g} M" for name, size in sizes.most_common(6)]
     return (
         f"Model: {kind}, {sum(sizes.values()) / 1e6:.3g} M parameters ({', '.join(parts)}{', ...' * (len(sizes) > 6)});"
