@@ -135,9 +135,16 @@ check-report: $(VENV)/.stamp-test
 	$(BIN)/python -m tests.browser.check_report $(REPORT)
 
 # Needs a Chromium, too.
-check-app: $(VENV)/.stamp-test
-	$(PIP) -e '.[app,browser]'
-	$(BIN)/python -m pytest tests/browser/check_app.py
+check-app: $(VENV)/.stamp-app
+	$(VENV)/app/bin/python -m pytest tests/browser/check_app.py
+
+# Gradio accepts no Pillow 13, whose pixels the tests know: an environment of its own, which sees all other packages.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(VENV)/.stamp-app: $(VENV)/.stamp-test
+	$(BIN)/python -m venv $(VENV)/app
+	$(BIN)/python $(PURELIB) > "$$($(VENV)/app/bin/python $(PURELIB))/project.pth"
+	$(VENV)/app/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[app,browser]'
+	touch $@
 
 bench: $(VENV)/.stamp-test
 	@for script in benchmarks/*.py; do \

@@ -49,8 +49,8 @@ def write_inputs(root: Path) -> None:
         picture(root / "pictures" / f"{i}.png", 32, 16, seed=i)
         (root / "pictures" / f"{i}.txt").write_text("draw a handwritten one", encoding="utf-8")
         picture(root / "asked" / f"{i}.png", 32, 16, seed=i)
-    asked = [talk(image("user", f"{i}.png"), text("user", "what"), text("assistant", "red")) for i in range(40)]
-    write_jsonl(root / "asked" / "asked.jsonl", asked)
+    questions = [talk(image("user", f"{i}.png"), text("user", "what"), text("assistant", "red")) for i in range(40)]
+    write_jsonl(root / "asked" / "asked.jsonl", questions)
     (root / "books").mkdir()
     for i in range(3):
         (root / "books" / f"{i}.txt").write_text("what colour is it? " * 40, encoding="utf-8")

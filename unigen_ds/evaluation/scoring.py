@@ -149,7 +149,7 @@ class Validation:
                 if name not in names and METRICS.get(name) is None:
                     section = f"val_dataloader.{one.name}" if one.name else "val_dataloader"
                     raise ConfigError(f"{section}.metrics has {name!r}", allowed=", ".join(sorted(names)))
-            _check(one.scored_by(metrics), backend, one.data, where=where, answering=answering)
+            _check(metrics, one, backend, where=where, answering=answering)
         for number, metric in enumerate(metrics):
             if not any(metric in one.scored_by(metrics) for one in self._sets):
                 kind = type(metric).__name__
@@ -260,18 +260,20 @@ class Validation:
         }
 
 
-def _check(metrics: Sequence[Metric], backend: Any, data: ValidationData, *, where: str, answering: Answering) -> None:
+def _check(metrics: Sequence[Metric], one: _ValidationSet, backend: Any, *, where: str, answering: Answering) -> None:
     """``Validation.check`` of one set."""
+    data, own = one.data, one.scored_by(metrics)
     limit = getattr(backend.model, "max_document_tokens", None)
     by_hand = "; score answers of your own: docs/evaluation/metrics.md#answers-of-your-own"
-    for kind, names in _kinds(metrics).items():
+    for kind, names in _kinds(own).items():
         if kind != "text":
             answering.drawing(backend)
         try:
             check_answers(inferencer_of(backend, data.processor)[1], kind)
         except ConfigError as error:
-            cls = next(type(metric).__name__ for metric in metrics if metric.predicts == kind)
-            problem = f"{where}: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
+            number = next(k for k, metric in enumerate(metrics) if metric in own and metric.predicts == kind)
+            cls = type(metrics[number]).__name__
+            problem = f"{where}[{number}]: {cls} needs {_WORDS[kind]} ({names}), and {error.problem}"
             remedy = error.remedy or f"delete {cls} from the metrics{by_hand}"
             raise ConfigError(problem, allowed=error.allowed, remedy=remedy) from error
         records, _ = dist.on_main(partial(ask, data, kind=kind, max_samples=1, limit=limit))

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -406,7 +407,7 @@ def test_files_of_a_private_data_set_at_a_revision(
     slept: list[float] = []
     with serving(new) as server:
         server.token, server.revisions = "hf_right", {"v1": old}
-        monkeypatch.setattr(shard_files.time, "sleep", slept.append)
+        monkeypatch.setattr(shard_files, "time", SimpleNamespace(sleep=slept.append))
         for revision, token in (("v1", None), ("v1", "hf_wrong"), ("v2", "hf_right")):
             with pytest.raises(DataError, match=rf"hf://datasets/org/name@{revision}/part-\*\.jsonl"):
                 run_config(config(tmp_path / "refused", hub_files(server, revision, token)))

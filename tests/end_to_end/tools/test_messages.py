@@ -225,7 +225,7 @@ def test_a_data_file_of_another_format_is_named_with_the_command_that_converts_i
     (tmp_path / "data.jsonl").write_bytes(content)
     path = write(tmp_path, "json", on_file(plain, tmp_path / "data.jsonl", work_dir=str(tmp_path / "run")))
     output = words(capsys, path, status=1)
-    assert what in output and output.count("\n") == 1
+    assert what in output and output.count("\n") == 2, "a line that names the run, and the error"
     convert = output.strip().rpartition("Remedy: convert it: ")[2].removesuffix(".")
     subprocess.run(convert, shell=True, check=True, cwd=tmp_path)
     (file,) = tmp_path.rglob("converted.jsonl")

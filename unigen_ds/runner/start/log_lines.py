@@ -62,10 +62,10 @@ def memory_line(backend: Backend) -> str:
     """What a process uses with the model and its engine, at most, and what is free on the device. Collective."""
     used = global_memory()["memory"] * 2**20
     match = re.search(r"MemAvailable: *(\d+)", read_line(Path("/proc/meminfo")) or "MemAvailable: 0")
-    free = torch.cuda.mem_get_info()[0] if backend.device.type == "cuda" else 1024 * int(match[1]) if match else 0
+    free = f", {size_text(1024 * int(match[1]))} are available" if match and backend.device.type == "cpu" else ""
     return (
-        f"Memory: a process uses {size_text(used)} before the first update, {size_text(free)} are available; gradients,"
-        " moments and activations come on top (tools/plan.py computes them)."
+        f"Memory: a process uses {size_text(used)} before the first update{free}; gradients, moments and activations"
+        " come on top (tools/plan.py computes them)."
     )
 
 
