@@ -1,7 +1,7 @@
 # make demo    train the small demo on this machine's CPU (3 minutes), check its ledger, write its report
 # make demo-emoji  train the second demo, in colour: draw, read and edit emoji (at most 20 minutes on 2 cores)
 # make test    lint, types and the tests, but for the slow ones
-# make slow    the tests that make test leaves out (twelve minutes)
+# make slow    the tests that make test leaves out (25 minutes)
 # make check-report  a report in headless Chromium, 1280 and 390 pixels, light and dark (REPORT=FILE; the demo's)
 # make check-app  the page of tools/app.py in headless Chromium, with the models of the demos, or of shorter trainings
 # make docs    the tables of docs/configs/, from the settings and the docstrings of components

@@ -410,9 +410,26 @@ class DeepSpeedBackend(Backend):
     def state_files(self) -> StateFiles:
         """DeepSpeed's own files but its scripts, listed by ``CapturedSave``: its ``save_checkpoint`` has barriers."""
         capture = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
-        with capture.install(self._engine):
+        with self._whole_parameters(), capture.install(self._engine):
             self._engine.save_checkpoint(SAVE_FOLDER, tag=".", save_latest=False)
         return StateFiles("deepspeed", capture.outputs)
+
+    @contextmanager
+    def _whole_parameters(self) -> Iterator[None]:
+        """Inside, small parameters of ZeRO-3 (``persistent``) may be released and are not gathered again: they have not
+        changed, so afterwards they are what they were."""
+        if self.stage != 3:
+            yield
+            return
+        parameters = self._zero.persistent_parameters
+        whole = [(one, one.data, one.ds_status) for one in parameters]
+        self._zero.persistent_parameters = []
+        try:
+            yield
+        finally:
+            self._zero.persistent_parameters = parameters
+            for parameter, data, status in whole:
+                parameter.data, parameter.ds_status = data, status
 
     def close(self) -> None:
         if self._engine is None:
