@@ -92,7 +92,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     named_parameters = build.named_parameters(model)
     logger.info(model_line(settings.model.name, named_parameters))
     groups, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
-    build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
+    build.prepare_engine(settings, backend, model, groups)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
