@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from unigen_ds.core.errors import ConfigError
 
-UNITS: tuple[str, ...] = ("epoch", "iteration", "update", "sequence", "sample", "token")
-
 
 @dataclass(frozen=True)
 class Geometry:

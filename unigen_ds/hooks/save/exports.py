@@ -28,7 +28,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class ExportHook(Hook):
     """Base of hooks that export checkpoints, on rank 0, as ``dtype``; ``raw``: the weights instead of their average."""
 
-    def __init__(self, *, raw: bool, dtype: Precision) -> None:
+    @checked()
+    def __init__(self, *, raw: bool = False, dtype: Precision = "fp32") -> None:
         self._raw, self._dtype = raw, dtype
 
     def before_run(self, run: Run) -> None:
@@ -54,10 +55,6 @@ class SavePretrainedHook(ExportHook):
     """
 
     name = "save_pretrained"
-
-    @checked()
-    def __init__(self, *, raw: bool = False, dtype: Precision = "fp32") -> None:
-        super().__init__(raw=raw, dtype=dtype)
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         if not dist.is_main():
