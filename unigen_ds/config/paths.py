@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,15 @@ def tool(name: str) -> list[str]:
     """What follows ``python`` to run a tool: its file in a checkout, its module where only the wheel is installed."""
     script = PACKAGE.parent / "tools" / f"{name}.py"
     return [str(script)] if script.is_file() else ["-m", f"unigen_ds_tools.{name}"]
+
+
+def command(name: str, *arguments: str, processes: int = 1) -> str:
+    """The command line that starts a tool, in so many processes of this node."""
+    words = [*tool(name), *arguments]
+    if Path(words[0]).is_relative_to(Path.cwd()):
+        words[0] = os.path.relpath(words[0])
+    launcher = ["python"] if processes == 1 else ["torchrun", "--nproc_per_node", str(processes)]
+    return shlex.join([*launcher, *words])
 
 
 def ds_configs_dir() -> Path:

@@ -25,7 +25,7 @@ from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
 from unigen_ds.data.batches.stream import PackedRow
 from unigen_ds.data.order.order import Cursor, Skip
-from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, UpdateResult
+from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, Run, UpdateResult
 from unigen_ds.hooks.guard.signals import SIGNAL_REASON
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
@@ -41,8 +41,8 @@ from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
 
 
-class Runner:
-    """Trains ``Parts`` to its limits. ``Runner.from_cfg(cfg).train()``; implements ``hooks.base.Run``."""
+class Runner(Run):
+    """Trains ``Parts`` to its limits: ``Runner.from_cfg(cfg).train()``."""
 
     def __init__(self, parts: Parts) -> None:
         self._locks: list[WorkDirLock] = []
@@ -54,7 +54,7 @@ class Runner:
         self.config, self.work_dir, self.checkpoint_dir = settings.config, settings.folder, settings.checkpoints
         self.backend, self.geometry, self.peak_tflops = parts.backend, parts.geometry, settings.env.peak_tflops
         self.ruler, self.total_sequences = start.ruler, start.total_sequences
-        self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
+        self.hooks = sorted(parts.hooks, key=lambda hook: hook.priority)
         manifest = start.manifest
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor, self.datasets = start.data.processor, start.data.stream.sources
@@ -62,8 +62,8 @@ class Runner:
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self.run_id = ""  # known once the work dir is locked
-        self.hparams: Sequence[Mapping[str, Any]] = ()
-        self.iteration: Iteration | None = None
+        self.hparams = ()
+        self.iteration = None
         self._cursor: Cursor = start.cursor
         self._last: LastUpdate = LastUpdate.from_manifest(manifest, start.cursor)
         self._parent: str | None = None  # the name of a checkpoint of the same folder, the whole path of any other
