@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unigen_ds.config.registry import class_name
+
 _ALWAYS: Sequence[Any] = ()
 _NEVER: Sequence[Any] = (object(),)
 _EMPTY: Sequence[Any] = (None, {}, [], "")
@@ -257,9 +259,9 @@ class _Translation:
             self.replace("env.dist_timeout_s", timeout, "env_cfg.dist_cfg.timeout")
         sources = ("optim_wrapper.type", "optim_wrapper.dtype")
         kind, dtype = map(self.get, sources)
-        if (kind is not None or dtype is not None) and (kind is None or _name(kind).endswith("OptimWrapper")):
+        if (kind is not None or dtype is not None) and (kind is None or class_name(kind).endswith("OptimWrapper")):
             of_dtype = _PRECISIONS.get(str(dtype).removeprefix("torch."))
-            precision = _OF_WRAPPERS.get(_name(kind)) if dtype is None else of_dtype
+            precision = _OF_WRAPPERS.get(class_name(kind)) if dtype is None else of_dtype
             if precision is not None:
                 self.replace("optim_wrapper.precision", precision, *sources)
             elif dtype is None:
@@ -267,7 +269,7 @@ class _Translation:
         node, last = self.above("visualizer.vis_backends")
         writers = node.get(last)
         for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
-            if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
+            if isinstance(writer, Mapping) and class_name(writer.get("type")) == "LocalVisBackend":
                 node[last] = [other for other in node[last] if other is not writer]
                 self.changes.append(
                     Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
@@ -277,11 +279,11 @@ class _Translation:
         """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
         sampler, collate = self.get(f"{section}.sampler"), self.get(f"{section}.collate_fn")
         if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
-            is_known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
+            is_known = class_name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
             shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
             if is_known and (shuffles or section == "val_dataloader"):
                 self.drop(f"{section}.sampler", KEYS[f"{section}.sampler"].why)
-        if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
+        if class_name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
             self.drop(f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
 
     def no_validation(self) -> None:
@@ -330,12 +332,7 @@ class _Translation:
 
 
 def _evaluates(hook: Any) -> bool:
-    return isinstance(hook, Mapping) and _name(hook.get("type")) == "EvaluateHook"
-
-
-def _name(kind: Any) -> str:
-    """Return the name of a class without its module; ``kind``: the class, or its name."""
-    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+    return isinstance(hook, Mapping) and class_name(hook.get("type")) == "EvaluateHook"
 
 
 def _short(value: Any) -> str:
