@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class TinyRun:
         """The calls of the runner before the first update."""
         self.call("before_run")
         if resumed_from is not None:
-            self.call("after_load_checkpoint", {"path": resumed_from, "progress": self.progress.state_dict()})
+            self.call("after_load_checkpoint", {"path": resumed_from, "progress": asdict(self.progress)})
         self.call("before_train")
 
     def update(

@@ -97,9 +97,6 @@ class Progress:
             raise ConfigError(f"progress does not count in unit {unit!r}", allowed=", ".join(names))
         return getattr(self, names[unit])
 
-    def state_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class Duration:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -177,7 +177,7 @@ class BestHook(MetricHook):
     def state_dict(self) -> dict[str, Any]:
         """State for the checkpoint that is being saved, which is the best one itself if its value is."""
         best = self._saving or self._best
-        return {} if best is None else best.state_dict()
+        return {} if best is None else asdict(best)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best = Best.from_state_dict(state)
