@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ def leaves(value: Any, leaf: Leaf = (), *, named: bool = False) -> Iterator[tupl
         for key, inner in value.items():
             yield from leaves(inner, (*leaf, key), named=named)
     elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
-        for name, inner in zip(member_names(value) if named else range(len(value)), value, strict=True):
+        names: Iterable[str | int] = member_names(value) if named else range(len(value))
+        for name, inner in zip(names, value, strict=True):
             yield from leaves(inner, (*leaf, name), named=named)
     else:
         yield leaf, value

@@ -37,7 +37,7 @@ from unigen_ds.system.seeding import derive_seed
 Q = TypeVar("Q")
 A = TypeVar("A")
 Weights = Callable[[], AbstractContextManager[None]]
-"""Makes the context in which the model has the weights to evaluate: ``lambda: ema.swapped(run)``."""
+"""Makes the context in which the model has the weights to evaluate: ``average_of`` of a run."""
 Prediction = str | Image.Image | tuple[str, Image.Image]
 NO_ANSWER = "without such an answer, or without a prompt before it"
 UNREADABLE, TOO_LONG = "with an unreadable image", "with a prompt longer than the model has positions"

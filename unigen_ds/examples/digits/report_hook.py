@@ -16,12 +16,13 @@ from PIL import Image
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.examples.demo import ReportHook, average_of
+from unigen_ds.examples.demo import ReportHook
 from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, DigitsDataset, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read_texts
 from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.evaluate.ema import average_of
 from unigen_ds.system import dist
 
 DRAWN_PER_DIGIT = 20

@@ -62,8 +62,8 @@ class Runner(Run):
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
         self.run_id = ""  # known once the work dir is locked
-        self.hparams = ()
-        self.iteration = None
+        self.hparams: Sequence[Mapping[str, Any]] = ()
+        self.iteration: Iteration | None = None
         self._cursor: Cursor = start.cursor
         self._last: LastUpdate = LastUpdate.from_manifest(manifest, start.cursor)
         self._parent: str | None = None  # the name of a checkpoint of the same folder, the whole path of any other
