@@ -38,7 +38,7 @@ class TinyRun:
     def backend(self) -> Backend:
         raise AssertionError("these hooks do not touch the engine")
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, error: Exception | None = None) -> None:
         self.stopped = reason
 
     def save_checkpoint(self) -> Path | None:

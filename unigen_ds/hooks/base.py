@@ -171,8 +171,8 @@ class Run(Protocol):
         """Mean of each loss term over the last update's data at the present weights, without dropout; None before the
         first update, and where the present batch size cannot split it into whole iterations. Collective."""
 
-    def request_stop(self, reason: str) -> None:
-        """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
+    def request_stop(self, reason: str, *, error: Exception | None = None) -> None:
+        """Ask the loop to end after this update: a checkpoint is saved, then ``error`` is raised, if there is one."""
 
     def save_checkpoint(
         self, name: str, *, form: Form = "sharded", background: bool = False, weights: bool = False

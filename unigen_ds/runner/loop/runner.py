@@ -61,6 +61,7 @@ class Runner(Run):
         self.validation = parts.start.data.validation
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
+        self._stop_error: Exception | None = None
         self.run_id = ""  # known once the work dir is locked
         self.hparams: Sequence[Mapping[str, Any]] = ()
         self.iteration: Iteration | None = None
@@ -101,8 +102,8 @@ class Runner(Run):
         most = self._parts.max_updates
         return self.finished or self.stop_reason is not None or (most is not None and self.progress.updates >= most)
 
-    def request_stop(self, reason: str) -> None:
-        self.stop_reason = reason
+    def request_stop(self, reason: str, *, error: Exception | None = None) -> None:
+        self.stop_reason, self._stop_error = reason, self._stop_error or error
 
     def last_losses(self) -> dict[str, float] | None:
         update = self._last.read(self.geometry, self._parts.loader_at)
@@ -149,6 +150,8 @@ class Runner(Run):
                 if epoch != self.progress.epoch:
                     self._call("after_train_epoch")
             self._call("after_train")
+            if self._stop_error is not None:
+                raise self._stop_error
             self._call("after_run")
         except GoBack as back:
             self._report(back)
