@@ -37,7 +37,7 @@ from unigen_ds.core.shards import (
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup, computes_bf16
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
-from unigen_ds.system.outputs import StateFiles, all_finite
+from unigen_ds.system.outputs import StateFiles
 
 _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 
@@ -181,10 +181,6 @@ class Backend(abc.ABC):
             yield shard.name, shard.data
         for kind, name, data in self.kept_tensors():
             yield f"{kind} of {name}", data
-
-    def not_finite(self) -> list[str]:
-        """Which of the ``trained_tensors`` are not finite. Not collective."""
-        return [name for name, data in self.trained_tensors() if not all_finite(data)]
 
     @abc.abstractmethod
     def set_steps(self, steps: Mapping[str, float]) -> None:

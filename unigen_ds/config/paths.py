@@ -57,9 +57,10 @@ def is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not Path(path).parent.is_dir()
 
 
-def download_remedy(name: str) -> str:
-    """What to do where a name of the hub was given and nothing can be downloaded."""
-    return f"where there is a network: hf download {name} --local-dir FOLDER; then name that folder instead"
+def download_remedy(name: str, *, data: bool = False) -> str:
+    """What to do where a name of the hub, of a model or of ``data``, was given and nothing can be downloaded."""
+    kind = " --repo-type dataset" if data else ""
+    return f"where there is a network: hf download {name}{kind} --local-dir FOLDER; then name that folder instead"
 
 
 def tool(name: str) -> list[str]:

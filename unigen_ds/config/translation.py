@@ -28,9 +28,6 @@ class Key:
     remedy: str = ""
     """What to do about another value; without one: to delete it."""
 
-    def ignores(self, value: Any) -> bool:
-        return self.values is _ALWAYS or value in self.values
-
     @property
     def advice(self) -> str:
         return self.remedy or f"delete it, {self.why}"
@@ -199,10 +196,10 @@ def translate(config: dict[str, Any]) -> list[Change]:
         translation.order(section)
     translation.no_validation()
     translation.evaluation()
-    for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
+    for path, key in sorted(KEYS.items(), key=lambda item: -item[0].count(".")):  # a section after what is in it
         node, last = translation.above(path)
-        if last in node and KEYS[path].ignores(node[last]):
-            translation.drop(path, KEYS[path].why)
+        if last in node and (key.values is _ALWAYS or node[last] in key.values):
+            translation.drop(path, key.why)
     return translation.changes
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
-from unigen_ds.config.hub import LOGIN, HubRepo, has_token
+from unigen_ds.config.hub import LOGIN, HubRepo
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.evaluation.generation import trained_family
@@ -120,8 +120,10 @@ class PushToHubHook(ExportHook):
         self._which = which
 
     def before_run(self, run: Run) -> None:
+        from huggingface_hub import get_token
+
         super().before_run(run)
-        if dist.is_main() and not has_token():
+        if dist.is_main() and get_token() is None:
             logger().warning("PushToHubHook: this machine has no token for %s. Remedy: %s, before the training ends.",
                              self.repo.name, LOGIN)  # fmt: skip
 
