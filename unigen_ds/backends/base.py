@@ -61,7 +61,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup]) -> None:
-        """Shard the model, then build the optimizer, as ``check`` was told. Called once, by ``build``.
+        """Shard the model, then build the optimizer, with what ``check`` got. Called once, by ``build``.
 
         Parameter names stay the model's; initial weights do not depend on the world size. Tensors on the meta
         device get memory, each rank for its own shard, but no values: ``load_tensors`` must follow.

@@ -44,15 +44,15 @@ def member_names(members: Sequence[Any]) -> list[str]:
     return names
 
 
-def leaves(value: Any, leaf: Leaf = (), *, named: bool = False) -> Iterator[tuple[Leaf, Any]]:
+def leaves(value: Any, leaf: Leaf = (), *, names: bool = False) -> Iterator[tuple[Leaf, Any]]:
     """Every value that is no section; a list of plain values is one. Other members by index, or by ``member_names``."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from leaves(inner, (*leaf, key), named=named)
+            yield from leaves(inner, (*leaf, key), names=names)
     elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
-        names: Iterable[str | int] = member_names(value) if named else range(len(value))
-        for name, inner in zip(names, value, strict=True):
-            yield from leaves(inner, (*leaf, name), named=named)
+        steps: Iterable[str | int] = member_names(value) if names else range(len(value))
+        for step, inner in zip(steps, value, strict=True):
+            yield from leaves(inner, (*leaf, step), names=names)
     else:
         yield leaf, value
 

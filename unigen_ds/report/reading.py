@@ -320,9 +320,9 @@ def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def flat(config: Mapping[str, Any], *, named: bool = False) -> dict[str, Any]:
+def flat(config: Mapping[str, Any], *, names: bool = False) -> dict[str, Any]:
     """Dotted key -> value, as of ``leaves``."""
-    return {".".join(map(str, leaf)): value for leaf, value in leaves(config, named=named) if leaf}
+    return {".".join(map(str, leaf)): value for leaf, value in leaves(config, names=names) if leaf}
 
 
 def attempt(name: str, read: Callable[[], _T], default: _T, problems: Problems) -> _T:
