@@ -124,7 +124,8 @@ def make_backend(engine: str, world: int, *, universal: bool = False) -> Any:
         backend = DeepSpeedBackend(config={"zero_optimization": {"stage": int(engine[-1])}, **extra})
     group = ParamGroup("all", 1e-4, 0.0, tuple(name for name, _ in model.named_parameters()))
     settings = OptimizerConfig(precision="bf16", max_norm=1.0)
-    backend.prepare(model, [group], settings, geometry=Geometry(batch_size=1, dp_size=world))
+    backend.check(geometry=Geometry(batch_size=1, dp_size=world), optimizer_cfg=settings)
+    backend.prepare(model, [group])
     return backend
 
 

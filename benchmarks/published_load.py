@@ -85,7 +85,7 @@ def prepare(engine: str, model: UnifiedModel) -> Backend:
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     backend.check(geometry=Geometry(1, 1, dist.env_world_size()), optimizer_cfg=OptimizerConfig())
     group = ParamGroup("all", 1e-4, 0.0, names)
-    backend.prepare(model, [group], OptimizerConfig(), geometry=Geometry(1, 1, dist.env_world_size()))
+    backend.prepare(model, [group])
     return backend
 
 

@@ -62,7 +62,8 @@ class Many(nn.Module):
 def make_backend(model: nn.Module) -> SingleBackend:
     backend = SingleBackend()
     names = tuple(name for name, _ in model.named_parameters())
-    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, names)], OptimizerConfig(), geometry=Geometry(1))
+    backend.check(geometry=Geometry(1), optimizer_cfg=OptimizerConfig())
+    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, names)])
     return backend
 
 

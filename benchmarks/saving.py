@@ -93,7 +93,7 @@ def make_backend(engine: str, millions: int, geometry: Geometry) -> Backend:
     backend.check(geometry=geometry, optimizer_cfg=OptimizerConfig())
     model = Layers(millions)
     groups = [ParamGroup("default", 1e-6, 0.0, tuple(name for name, _ in model.named_parameters()))]
-    backend.prepare(model, groups, OptimizerConfig(), geometry=geometry)
+    backend.prepare(model, groups)
     return backend
 
 

@@ -337,7 +337,7 @@ def test_no_two_modules_have_a_function_or_class_of_one_name() -> None:
 
 
 _SOURCES = (".py", ".toml", ".c", ".cpp")
-MOST_LINES = {"unigen_ds": 43_500, "tests": 43_100}
+MOST_LINES = {"unigen_ds": 43_250, "tests": 43_100}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,
@@ -373,7 +373,7 @@ def test_that_there_may_be_several_sets_of_validation_data_is_known_to_few_modul
     assert not {"__iter__", "__getitem__"} & {*vars(Validation)}
     attributes = {name for name in vars(Validation) if not name.startswith("_")}
     questions = {"main_loss", "batch_size", "num_batches", "check", "check_name", "provenance"}
-    assert attributes == {"start_lines", "losses", "evaluate", *questions}
+    assert attributes == {"start_lines", "evaluate", *questions}
 
 
 def test_journeys_enter_few_modules() -> None:

@@ -58,12 +58,9 @@ def make(*, precision: str = "fp32", max_norm: float | None = None, seed: int = 
         ParamGroup("last", 1e-3, 0.0, tuple(n for n in names if n.startswith("last"))),
     ]
     backend = SingleBackend()
-    backend.prepare(
-        net,
-        groups,
-        OptimizerConfig("AdamW", {"betas": (0.9, 0.95)}, max_norm=max_norm, precision=precision),
-        geometry=Geometry(1),
-    )
+    cfg = OptimizerConfig("AdamW", {"betas": (0.9, 0.95)}, max_norm=max_norm, precision=precision)
+    backend.check(geometry=Geometry(1), optimizer_cfg=cfg)
+    backend.prepare(net, groups)
     return backend
 
 
@@ -201,7 +198,8 @@ def clipped_update(precision: str) -> tuple[float, dict[str, torch.Tensor]]:
     names = tuple(name for name, p in net.named_parameters() if p.requires_grad)
     backend = SingleBackend()
     cfg = OptimizerConfig("SGD", {}, max_norm=CLIP, precision=precision)
-    backend.prepare(net, [ParamGroup("all", 1.0, 0.0, names)], cfg, geometry=Geometry(1))
+    backend.check(geometry=Geometry(1), optimizer_cfg=cfg)
+    backend.prepare(net, [ParamGroup("all", 1.0, 0.0, names)])
     backend.model.eval()
     norm = float(train(backend, 0, scale=1e-3).grad_norm)
     return norm, {shard.name: shard.data.clone() for shard in backend.master_shards()}

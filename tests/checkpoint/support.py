@@ -29,9 +29,8 @@ def make_backend(*, width: int = 6, updates: int = 1) -> SingleBackend:
     torch.manual_seed(0)
     model = nn.Linear(width, 4)
     backend = SingleBackend()
-    backend.prepare(
-        model, [ParamGroup("default", 0.1, 0.0, ("weight", "bias"))], OptimizerConfig(), geometry=Geometry(1)
-    )
+    backend.check(geometry=Geometry(1), optimizer_cfg=OptimizerConfig())
+    backend.prepare(model, [ParamGroup("default", 0.1, 0.0, ("weight", "bias"))])
     for _ in range(updates):
         with backend.accumulate(last=True):
             backend.backward(backend.model(torch.randn(3, width, device=backend.device)).square().sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class TinyRun:
     def backend(self) -> Backend:
         raise AssertionError("these hooks do not touch the engine")
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, error: Exception | None = None) -> None:
         self.stopped = reason
 
     def save_checkpoint(self) -> Path | None:
@@ -51,7 +52,7 @@ class TinyRun:
         """The calls of the runner before the first update."""
         self.call("before_run")
         if resumed_from is not None:
-            self.call("after_load_checkpoint", {"path": resumed_from, "progress": self.progress.state_dict()})
+            self.call("after_load_checkpoint", {"path": resumed_from, "progress": asdict(self.progress)})
         self.call("before_train")
 
     def update(

@@ -28,7 +28,8 @@ def backend_of(*shapes: tuple[int, ...]) -> SingleBackend:
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
     backend = SingleBackend()
     groups = [ParamGroup("all", 0.1, 0.0, tuple(n for n, _ in model.named_parameters()))]
-    backend.prepare(model, groups, OptimizerConfig(), geometry=Geometry(1))
+    backend.check(geometry=Geometry(1), optimizer_cfg=OptimizerConfig())
+    backend.prepare(model, groups)
     return backend
 
 

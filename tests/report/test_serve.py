@@ -42,7 +42,7 @@ def test_the_page_follows_the_run_and_nothing_else_is_served(tmp_path: Path, dig
         port = int(server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0])
         status, tag, page = ask(port)
         assert status == 200 and "iter_1.pth" in page and "iter_2.pth" not in page and 'id="live"' in page
-        assert ask(port, **{"If-None-Match": tag}) == (304, tag, "") and ask(port, method="HEAD") == (200, tag, "")
+        assert ask(port, **{"If-None-Match": tag}) == (304, tag, "")
         for path in ("/metrics.jsonl", "/../metrics.jsonl", "//etc/passwd", f"/{work_dir}/config.py"):
             assert ask(port, path)[0] == 404
         assert ask(port, Host="evil.example:80")[0] == 403 and ask(port, Host=f"localhost:{port}")[0] == 200

@@ -37,7 +37,7 @@ from unigen_ds.core.shards import (
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup, computes_bf16
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
-from unigen_ds.system.outputs import StateFiles, all_finite
+from unigen_ds.system.outputs import StateFiles
 
 _NOT_MOMENTS = {MASTER, BUFFER, EMA, STEP, LOSS_SCALE}
 
@@ -60,21 +60,15 @@ class Backend(abc.ABC):
     """One engine with one model. Methods are collective (all ranks call them, in the same order) unless noted."""
 
     @abc.abstractmethod
-    def prepare(
-        self,
-        model: nn.Module,
-        param_groups: Sequence[ParamGroup],
-        optimizer_cfg: OptimizerConfig,
-        *,
-        geometry: Geometry,
-    ) -> None:
-        """Shard the model, then build the optimizer. Called once, by ``build``.
+    def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup]) -> None:
+        """Shard the model, then build the optimizer, with what ``check`` got. Called once, by ``build``.
 
         Parameter names stay the model's; initial weights do not depend on the world size. Tensors on the meta
         device get memory, each rank for its own shard, but no values: ``load_tensors`` must follow.
         """
 
     _cfg: OptimizerConfig
+    _geometry: Geometry
     left_out: Collection[str] = frozenset()
     """Frozen parameters and buffers of an adapters' base, which ``state_files`` leaves out. Set before ``prepare``."""
     for_more_processes: str | None = None
@@ -88,7 +82,7 @@ class Backend(abc.ABC):
         Raises ``ConfigError``. Not collective. Called first of all; ``dp_size`` is then what the launcher announced.
         Called again where a resume with ``precision='auto'`` has the checkpoint's precision.
         """
-        self._cfg = optimizer_cfg
+        self._cfg, self._geometry = optimizer_cfg, geometry
         if optimizer_cfg.precision == "bf16" and not computes_bf16():
             raise ConfigError(
                 f"precision is 'bf16', which {torch.cuda.get_device_name()} cannot compute",
@@ -187,10 +181,6 @@ class Backend(abc.ABC):
             yield shard.name, shard.data
         for kind, name, data in self.kept_tensors():
             yield f"{kind} of {name}", data
-
-    def not_finite(self) -> list[str]:
-        """Which of the ``trained_tensors`` are not finite. Not collective."""
-        return [name for name, data in self.trained_tensors() if not all_finite(data)]
 
     @abc.abstractmethod
     def set_steps(self, steps: Mapping[str, float]) -> None:

@@ -26,14 +26,16 @@ def allocate(
     *,
     make_buffer: Callable[[Tensor], Tensor] | None = None,
     finish: Callable[[nn.Parameter], None] | None = None,
+    replaces: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta,
 ) -> None:
-    """Replace every tensor on the meta device by ``make(tensor)``, a buffer by ``make_buffer(tensor)`` where it has
-    another device; tied ones remain one. ``finish`` gets every new parameter before the next is made.
+    """Replace every tensor on the meta device, or that ``replaces`` chooses, by ``make(tensor)``, a buffer by
+    ``make_buffer(tensor)`` where that differs; tied ones remain one. ``finish`` gets every new parameter before the
+    next is made.
     """
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+            if parameter is not None and replaces(parameter):
                 if id(parameter) not in replacements:
                     new = nn.Parameter(make(parameter), requires_grad=parameter.requires_grad)
                     if finish:
@@ -41,7 +43,7 @@ def allocate(
                     replacements[id(parameter)] = new
                 module._parameters[name] = replacements[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if buffer is not None and replaces(buffer):
                 module._buffers[name] = (make_buffer or make)(buffer)
 
 

@@ -13,9 +13,8 @@ from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import OPTIMIZER_FILE, STAMP, Shard, shard_key
-from unigen_ds.optim.optimizer import COMPUTE_DTYPE, OptimizerConfig, ParamGroup
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, ParamGroup
 from unigen_ds.system.dist import env_world_size
 from unigen_ds.system.outputs import Entry, StateFiles, safetensors_output
 
@@ -36,24 +35,17 @@ class SingleBackend(TorchOptimizerBackend):
             )
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def prepare(
-        self,
-        model: nn.Module,
-        param_groups: Sequence[ParamGroup],
-        optimizer_cfg: OptimizerConfig,
-        *,
-        geometry: Geometry,
-    ) -> None:
+    def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup]) -> None:
         allocate(model, lambda tensor: torch.empty_like(tensor, device=self._device))
         self._parameters = dict(model.to(self._device).named_parameters())
-        self._low_precision = optimizer_cfg.precision != "fp32"
+        self._low_precision = self._cfg.precision != "fp32"
         masters: dict[str, nn.Parameter] = {}
         for name, parameter in self._parameters.items():
             masters[name] = parameter
             if self._low_precision and parameter.dtype == torch.float32:  # else it is held in low precision alone
                 masters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                parameter.data = parameter.data.to(COMPUTE_DTYPE[optimizer_cfg.precision])
-        self._own(model, masters, param_groups, optimizer_cfg)
+                parameter.data = parameter.data.to(COMPUTE_DTYPE[self._cfg.precision])
+        self._own(model, masters, param_groups)
         self.log_summary("single")
 
     def topology(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from unigen_ds.backends.base import Backend, StepResult
 from unigen_ds.core.shards import LOSS_SCALE, STEP, Shard, persistent_buffers
 from unigen_ds.optim.optimizer import (
     LossScale,
-    OptimizerConfig,
     ParamGroup,
     build_torch_optimizer,
     check_state,
@@ -39,10 +38,8 @@ class TorchOptimizerBackend(Backend):
 
     _device: torch.device
 
-    def _own(
-        self, model: Any, masters: dict[str, nn.Parameter], groups: Sequence[ParamGroup], cfg: OptimizerConfig
-    ) -> None:
-        self._model, self._masters, self._cfg = model, masters, cfg
+    def _own(self, model: Any, masters: dict[str, nn.Parameter], groups: Sequence[ParamGroup]) -> None:
+        self._model, self._masters, cfg = model, masters, self._cfg
         self._trainable = [name for name, p in masters.items() if p.requires_grad]
         self._scale: LossScale | None = LossScale(**cfg.loss_scale) if cfg.precision == "fp16" else None
         self._master_data: list[Tensor] | None = None

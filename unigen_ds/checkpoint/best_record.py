@@ -6,7 +6,6 @@ up to there. The file ``best_checkpoint`` of the work dir names it in one line: 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,9 +38,6 @@ class Best:
     def where(self, checkpoint: Path) -> Path:
         """Return the folder of the best checkpoint, as ``checkpoint`` records it."""
         return checkpoint if self.path is None else checkpoint.parent / self.path
-
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Best:

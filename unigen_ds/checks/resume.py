@@ -46,7 +46,7 @@ class Inspection:
             "checkpoint": str(self.plan.checkpoint),
             "blocked": self.blocked,
             "geometry": asdict(self.geometry),
-            "findings": [finding.state_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "cuts": [asdict(geometry) for geometry in self.geometries],
             "memory_plans": [asdict(plan) for plan in self.memory],
         }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from unigen_ds.config.paths import download_remedy, is_hub_name
+from unigen_ds.config.paths import command, download_remedy, is_hub_name
 from unigen_ds.core.errors import ConfigError, UploadError
 from unigen_ds.system.files import check_digests
 from unigen_ds.system.log import logger
@@ -96,8 +96,7 @@ class HubRepo:
 
     def export_command(self, checkpoint: Path, out: Path, *options: str) -> str:
         """The command that writes ``out`` from a checkpoint and uploads it, with further ``options``."""
-        words = ["python", "tools/export.py", str(checkpoint), str(out), *options]
-        return shlex.join([*words, "--push-to-hub", self.name, *self._options()])
+        return command("export", str(checkpoint), str(out), *options, "--push-to-hub", self.name, *self._options())
 
     def _options(self) -> list[str]:
         private = ["--private"] if self.private else []
@@ -139,10 +138,3 @@ class HubRepo:
                 remedy=f"then upload it: {self.command(folder)}",
             ) from error
         return str(repo)
-
-
-def has_token() -> bool:
-    """Whether this machine has a token, without which nothing can be uploaded."""
-    from huggingface_hub import get_token
-
-    return get_token() is not None

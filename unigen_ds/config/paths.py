@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,25 @@ def is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not Path(path).parent.is_dir()
 
 
-def download_remedy(name: str) -> str:
-    """What to do where a name of the hub was given and nothing can be downloaded."""
-    return f"where there is a network: hf download {name} --local-dir FOLDER; then name that folder instead"
+def download_remedy(name: str, *, data: bool = False) -> str:
+    """What to do where a name of the hub, of a model or of ``data``, was given and nothing can be downloaded."""
+    kind = " --repo-type dataset" if data else ""
+    return f"where there is a network: hf download {name}{kind} --local-dir FOLDER; then name that folder instead"
 
 
 def tool(name: str) -> list[str]:
     """What follows ``python`` to run a tool: its file in a checkout, its module where only the wheel is installed."""
     script = PACKAGE.parent / "tools" / f"{name}.py"
     return [str(script)] if script.is_file() else ["-m", f"unigen_ds_tools.{name}"]
+
+
+def command(name: str, *arguments: str, processes: int = 1) -> str:
+    """The command line that starts a tool, in so many processes of this node."""
+    words = [*tool(name), *arguments]
+    if Path(words[0]).is_relative_to(Path.cwd()):
+        words[0] = os.path.relpath(words[0])
+    launcher = ["python"] if processes == 1 else ["torchrun", "--nproc_per_node", str(processes)]
+    return shlex.join([*launcher, *words])
 
 
 def ds_configs_dir() -> Path:

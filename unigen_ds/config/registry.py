@@ -62,18 +62,19 @@ FOREIGN = ("mmengine", "xtuner")
 def registered_name(kind: Any) -> str | None:
     """The registered name of a class or of ``'package.Class'``: its own or its counterpart's. None: it has none."""
     own = [name for registry in REGISTRIES for name, cls in registry.module_dict.items() if cls is kind]
-    return own[0] if own else next((_last(kind) for r in REGISTRIES if counterpart(r, kind)), None)
+    return own[0] if own else next((class_name(kind) for r in REGISTRIES if counterpart(r, kind)), None)
 
 
 def counterpart(registry: Registry, kind: Any) -> type | None:
     """The class here for one of mmengine's or xtuner's, or for ``'package.Class'`` of theirs or ours; else None."""
     text = kind if isinstance(kind, str) else getattr(kind, "__module__", "")
     in_scope = text.split(".")[0] in (FOREIGN if isinstance(kind, type) else (*FOREIGN, "unigen_ds"))
-    return registry.module_dict.get(_last(kind)) if in_scope else None
+    return registry.module_dict.get(class_name(kind)) if in_scope else None
 
 
-def _last(kind: Any) -> str:
-    return kind.rpartition(".")[2] if isinstance(kind, str) else getattr(kind, "__name__", "")
+def class_name(kind: Any) -> str:
+    """Return the name of a class without its module; ``kind``: the class, or its name."""
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
 
 
 def find(registry: Registry, spec: Mapping[str, Any], *, where: str) -> type:

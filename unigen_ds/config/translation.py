@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unigen_ds.config.registry import class_name
+
 _ALWAYS: Sequence[Any] = ()
 _NEVER: Sequence[Any] = (object(),)
 _EMPTY: Sequence[Any] = (None, {}, [], "")
@@ -25,9 +27,6 @@ class Key:
     """It is left out with one of these; ``_ALWAYS``: with any."""
     remedy: str = ""
     """What to do about another value; without one: to delete it."""
-
-    def ignores(self, value: Any) -> bool:
-        return self.values is _ALWAYS or value in self.values
 
     @property
     def advice(self) -> str:
@@ -197,10 +196,10 @@ def translate(config: dict[str, Any]) -> list[Change]:
         translation.order(section)
     translation.no_validation()
     translation.evaluation()
-    for path in sorted(KEYS, key=lambda path: -path.count(".")):  # a section after what is in it
+    for path, key in sorted(KEYS.items(), key=lambda item: -item[0].count(".")):  # a section after what is in it
         node, last = translation.above(path)
-        if last in node and KEYS[path].ignores(node[last]):
-            translation.drop(path, KEYS[path].why)
+        if last in node and (key.values is _ALWAYS or node[last] in key.values):
+            translation.drop(path, key.why)
     return translation.changes
 
 
@@ -257,9 +256,9 @@ class _Translation:
             self.replace("env.dist_timeout_s", timeout, "env_cfg.dist_cfg.timeout")
         sources = ("optim_wrapper.type", "optim_wrapper.dtype")
         kind, dtype = map(self.get, sources)
-        if (kind is not None or dtype is not None) and (kind is None or _name(kind).endswith("OptimWrapper")):
+        if (kind is not None or dtype is not None) and (kind is None or class_name(kind).endswith("OptimWrapper")):
             of_dtype = _PRECISIONS.get(str(dtype).removeprefix("torch."))
-            precision = _OF_WRAPPERS.get(_name(kind)) if dtype is None else of_dtype
+            precision = _OF_WRAPPERS.get(class_name(kind)) if dtype is None else of_dtype
             if precision is not None:
                 self.replace("optim_wrapper.precision", precision, *sources)
             elif dtype is None:
@@ -267,7 +266,7 @@ class _Translation:
         node, last = self.above("visualizer.vis_backends")
         writers = node.get(last)
         for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
-            if isinstance(writer, Mapping) and _name(writer.get("type")) == "LocalVisBackend":
+            if isinstance(writer, Mapping) and class_name(writer.get("type")) == "LocalVisBackend":
                 node[last] = [other for other in node[last] if other is not writer]
                 self.changes.append(
                     Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
@@ -277,11 +276,11 @@ class _Translation:
         """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
         sampler, collate = self.get(f"{section}.sampler"), self.get(f"{section}.collate_fn")
         if isinstance(sampler, Mapping) and {*sampler} <= {"type", "shuffle", "seed", "round_up"}:
-            is_known = _name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
+            is_known = class_name(sampler.get("type", "DefaultSampler")) in ("DefaultSampler", "InfiniteSampler")
             shuffles = sampler.get("shuffle", True) is True and sampler.get("seed") is None
             if is_known and (shuffles or section == "val_dataloader"):
                 self.drop(f"{section}.sampler", KEYS[f"{section}.sampler"].why)
-        if _name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
+        if class_name(collate.get("type") if isinstance(collate, Mapping) else collate) in _COLLATES:
             self.drop(f"{section}.collate_fn", KEYS[f"{section}.collate_fn"].why)
 
     def no_validation(self) -> None:
@@ -330,12 +329,7 @@ class _Translation:
 
 
 def _evaluates(hook: Any) -> bool:
-    return isinstance(hook, Mapping) and _name(hook.get("type")) == "EvaluateHook"
-
-
-def _name(kind: Any) -> str:
-    """Return the name of a class without its module; ``kind``: the class, or its name."""
-    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+    return isinstance(hook, Mapping) and class_name(hook.get("type")) == "EvaluateHook"
 
 
 def _short(value: Any) -> str:

@@ -18,17 +18,13 @@ class UnigenError(Exception):
     def __init__(self, problem: str, *, allowed: str | None = None, remedy: str | None = None) -> None:
         problem, allowed, remedy = _printable(problem), allowed and _printable(allowed), remedy and _printable(remedy)
         parts = [problem, allowed and f"Allowed: {allowed}", remedy and f"Remedy: {remedy}"]
-        super().__init__(" ".join(_sentence(part) for part in parts if part))
+        super().__init__(" ".join(part if part.endswith("?") else part.rstrip(". ") + "." for part in parts if part))
         self.problem, self.allowed, self.remedy = problem, allowed, remedy
 
 
 def _printable(text: str) -> str:
     """Make a text writable to a log: names of files, and texts of JSON, may have half of a character."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith("?") else text.rstrip(". ") + "."
 
 
 class ConfigError(UnigenError, ValueError):

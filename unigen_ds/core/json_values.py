@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import CheckpointError
+
+Leaf = tuple[str | int, ...]
 
 
 def as_text(value: Any) -> Any:
@@ -40,6 +42,24 @@ def member_names(members: Sequence[Any]) -> list[str]:
         again = sum(one.partition("#")[0] == name for one in names)
         names.append(f"{name}#{again + 1}" if again else name)
     return names
+
+
+def leaves(value: Any, leaf: Leaf = (), *, names: bool = False) -> Iterator[tuple[Leaf, Any]]:
+    """Every value that is no section; a list of plain values is one. Other members by index, or by ``member_names``."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*leaf, key), names=names)
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
+        steps: Iterable[str | int] = member_names(value) if names else range(len(value))
+        for step, inner in zip(steps, value, strict=True):
+            yield from leaves(inner, (*leaf, step), names=names)
+    else:
+        yield leaf, value
+
+
+def dotted_name(leaf: Leaf) -> str:
+    """``('param_scheduler', 0, 'end')`` -> ``param_scheduler[0].end``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in leaf).removeprefix(".")
 
 
 def stored_object(path: Path) -> dict[str, Any]:

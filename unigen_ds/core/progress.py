@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from unigen_ds.core.errors import ConfigError
 
-UNITS: tuple[str, ...] = ("epoch", "iteration", "update", "sequence", "sample", "token")
-
 
 @dataclass(frozen=True)
 class Geometry:
@@ -98,9 +96,6 @@ class Progress:
         if unit not in names:
             raise ConfigError(f"progress does not count in unit {unit!r}", allowed=", ".join(names))
         return getattr(self, names[unit])
-
-    def state_dict(self) -> dict[str, int]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from unigen_ds.system.seeding import derive_seed
 Q = TypeVar("Q")
 A = TypeVar("A")
 Weights = Callable[[], AbstractContextManager[None]]
-"""Makes the context in which the model has the weights to evaluate: ``lambda: ema.swapped(run)``."""
+"""Makes the context in which the model has the weights to evaluate: ``average_of`` of a run."""
 Prediction = str | Image.Image | tuple[str, Image.Image]
 NO_ANSWER = "without such an answer, or without a prompt before it"
 UNREADABLE, TOO_LONG = "with an unreadable image", "with a prompt longer than the model has positions"
@@ -61,16 +61,12 @@ class Records:
     batch_size: int = 8
 
 
-@dataclass(frozen=True)
-class Answering:
+@dataclass(frozen=True, kw_only=True)
+class Answering(Sampling):
     """How the model answers validation records for metrics. Raises ``ConfigError``."""
 
     max_new_tokens: Annotated[int, Ge(1)] = 64
     """The longest text, in tokens."""
-    temperature: float = 0.0
-    """How random the tokens of a text are; 0 chooses the likeliest one."""
-    top_p: float = 1.0
-    """Tokens are drawn from the likeliest ones that have this probability together."""
     batch_size: Annotated[int, Ge(1)] | None = None
     """Records that are answered together; None: ``val_dataloader.batch_size``."""
     seed: int | None = None
@@ -84,12 +80,6 @@ class Answering:
         check_arguments(cls, dict(arguments), where=where)
         answering: Answering = Component(cls, arguments, where=where).build()
         return answering
-
-    def __post_init__(self) -> None:
-        self.sampling()  # checks its values
-
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p)
 
     def drawing(self, backend: Any) -> Any:
         """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
@@ -301,7 +291,7 @@ def answers(
     size = answering.batch_size or data.batch_size
     groups = [records[i : i + size] for i in range(0, len(records), size)]
     seed = data.seed if answering.seed is None else answering.seed
-    options: dict[str, Any] = {"max_new_tokens": answering.max_new_tokens, "sampling": answering.sampling()}
+    options: dict[str, Any] = {"max_new_tokens": answering.max_new_tokens, "sampling": answering}
     if kind != "text":
         options["flow"] = answering.drawing(backend)
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from unigen_ds.backends.base import Backend
 from unigen_ds.config.registry import METRICS
 from unigen_ds.core.errors import ConfigError, suggestion
 from unigen_ds.data.batches.statistics import source_lines
@@ -119,7 +118,7 @@ class Validation:
         return self._sets[0].data.batch_size
 
     def num_batches(self, max_batches: int | None = None, *, dp_size: int = 1) -> int:
-        """How many batches ``losses`` computes on each rank."""
+        """How many batches an evaluation computes on each rank."""
         return sum(one.data.num_batches(max_batches, dp_size=dp_size) for one in self._sets)
 
     def start_lines(self) -> Iterator[str]:
@@ -128,14 +127,6 @@ class Validation:
             title, records, whole = name.replace("/", ", ", 1), len(source.dataset), len(whole_of(source.dataset))
             yield f"Validation, {title}: {records:,} of {whole:,} records."
             yield from (f"Validation, {title}: {line}." for _, line in source_lines(name, source))
-
-    def losses(self, backend: Backend, *, max_batches: int | None = None) -> dict[str, float]:
-        """The losses of the present weights on each set (``mean_losses``). Collective."""
-        values: dict[str, float] = {}
-        for one in self._sets:
-            of_set = mean_losses(backend, one.data, self._loss_weights, max_batches=max_batches)
-            values |= {one.rename(name): value for name, value in of_set.items()}
-        return values
 
     def check(self, metrics: Sequence[Metric], backend: Any, *, answering: Answering, where: str = "metrics") -> None:
         """Raise ``ConfigError`` on all ranks where model or data cannot give what a metric scores. Collective."""
@@ -209,7 +200,7 @@ class Validation:
         that fails is a warning that names it, and is in ``failures``. ``backend``: or an object with its ``model``,
         ``device``, ``dp_rank`` and ``dp_size``. ``metrics``: as ``check`` has found them to be possible.
         ``checkpoint``, ``made_by``: as of ``evaluated``. ``max_samples``: records at most that the model answers; None:
-        as many as ``max_batches`` (as of ``losses``) has.
+        as many as ``max_batches`` (of the losses) has.
         """
         results: list[Result] = []
         failures: dict[str, str] = {}
@@ -241,7 +232,7 @@ class Validation:
     def _loss_provenance(
         self, data: ValidationData, *, max_batches: int | None, checkpoint: str, precision: str
     ) -> dict[str, str]:
-        """Where ``val/loss`` of a set and its parts come from; ``max_batches`` as of ``losses``."""
+        """Where ``val/loss`` of a set and its parts come from."""
         settings = {"loss_weights": dict(self._loss_weights), "max_batches": max_batches,
                     "seq_length": data.seq_length}  # fmt: skip
         limit = None if max_batches is None else max_batches * data.batch_size

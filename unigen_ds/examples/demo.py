@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,7 +12,6 @@ from PIL import Image
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.evaluate.ema import ema_of
 from unigen_ds.system.files import new_directory, write_atomic, write_text_atomic
 from unigen_ds.system.log import logger
 
@@ -44,12 +42,6 @@ def record(*turns: tuple[Literal["user", "assistant"], Literal["text", "image"],
         for role, kind, value in turns
     ]
     return json.dumps({"conversations": entries}) + "\n"
-
-
-def average_of(run: Run) -> AbstractContextManager[None]:
-    """Inside, the model has the EMA weights, where there are some."""
-    ema = ema_of(run)
-    return ema.swapped(run) if ema else nullcontext()
 
 
 class ReportHook(Hook):

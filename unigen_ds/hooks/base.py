@@ -121,30 +121,36 @@ class GoBack(Exception):
 class Run(Protocol):
     """The part of a run that hooks can use. Read-only, except for ``request_stop``."""
 
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def previous(self) -> Progress:
-        """Progress before the present update."""
+    progress: Progress
+    previous: Progress
+    """Progress before the present update."""
+    hparams: Sequence[Mapping[str, Any]]
+    """``{'name', 'lr'}`` of each parameter group in the present or last update; empty before the first."""
+    iteration: Iteration | None
+    """The last micro-batch of this process; None before the first."""
+    ruler: Ruler
+    geometry: Geometry
+    total_sequences: float
+    """Sequences after which training ends by ``train_cfg`` (an estimate where the limit is in tokens)."""
+    backend: Backend
+    processor: Any
+    """The value of ``Family.processor``; its attributes depend on the family."""
+    datasets: Sequence[PlannedDataset]
+    """The sources of the training data, in the order of the config."""
+    validation: Validation
+    """The validation data and its losses; false where the config has none."""
+    work_dir: Path
+    run_id: str
+    """The id of the work dir: the same over all starts of this run, and no other run's."""
+    checkpoint_dir: Path
+    """The folder of the checkpoints, which may be the work dir."""
+    config: Mapping[str, Any]
+    """The config as plain values, for records of the run."""
+    peak_tflops: float | None
+    """``env.peak_tflops``: 10**12 operations a second of one device, where the config has it."""
+    clock: Clock
+    hooks: Sequence[Hook]
 
-    @property
-    def hparams(self) -> Sequence[Mapping[str, Any]]:
-        """``{'name', 'lr'}`` of each parameter group in the present or last update; empty before the first."""
-
-    @property
-    def iteration(self) -> Iteration | None:
-        """The last micro-batch of this process; None before the first."""
-
-    @property
-    def ruler(self) -> Ruler: ...
-    @property
-    def geometry(self) -> Geometry: ...
-    @property
-    def total_sequences(self) -> float:
-        """Sequences after which training ends by ``train_cfg`` (an estimate where the limit is in tokens)."""
-
-    @property
-    def backend(self) -> Backend: ...
     @property
     def model(self) -> nn.Module:
         """The model without an engine's wrapper (``backend.model`` computes); ZeRO-3 and FSDP2 shard its parameters."""
@@ -153,40 +159,6 @@ class Run(Protocol):
     def skips(self) -> Sequence[Skip]:
         """Sequences that the run leaves out: recorded by its checkpoints, or since the last one."""
 
-    @property
-    def processor(self) -> Any:
-        """The value of ``Family.processor``; its attributes depend on the family."""
-
-    @property
-    def datasets(self) -> Sequence[PlannedDataset]:
-        """The sources of the training data, in the order of the config."""
-
-    @property
-    def validation(self) -> Validation:
-        """The validation data and its losses; false where the config has none."""
-
-    @property
-    def work_dir(self) -> Path: ...
-    @property
-    def run_id(self) -> str:
-        """The id of the work dir: the same over all starts of this run, and no other run's."""
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """The folder of the checkpoints, which may be the work dir."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The config as plain values, for records of the run."""
-
-    @property
-    def peak_tflops(self) -> float | None:
-        """``env.peak_tflops``: 10**12 operations a second of one device, where the config has it."""
-
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def hooks(self) -> Sequence[Hook]: ...
     @property
     def done(self) -> bool:
         """Whether the loop ends after the present update: a limit is reached or a stop was requested."""
@@ -199,8 +171,8 @@ class Run(Protocol):
         """Mean of each loss term over the last update's data at the present weights, without dropout; None before the
         first update, and where the present batch size cannot split it into whole iterations. Collective."""
 
-    def request_stop(self, reason: str) -> None:
-        """Ask the loop to end after this update (a hard stop: a checkpoint is saved)."""
+    def request_stop(self, reason: str, *, error: Exception | None = None) -> None:
+        """Ask the loop to end after this update: a checkpoint is saved, then ``error`` is raised, if there is one."""
 
     def save_checkpoint(
         self, name: str, *, form: Form = "sharded", background: bool = False, weights: bool = False

@@ -74,7 +74,7 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
             name, last.get("update"), last.get("sequences"), finite(last.get("loss")), (run.best_loss or [None])[0],
             finite(last.get("tokens_per_second")), time.goodput, time.total, len(run.starts),
         ))  # fmt: skip
-    configs = {name: flat(run.config, by_name=True) for name, run in runs.items() if run.config}
+    configs = {name: flat(run.config, names=True) for name, run in runs.items() if run.config}
     keys = sorted({key for config in configs.values() for key in config if key not in _NOT_COMPARED})
     texts = {key: [value_text(c[key]) if key in c else "not given" for c in configs.values()] for key in keys}
     differences = [(key, *values) for key, values in texts.items() if len(set(values)) > 1]

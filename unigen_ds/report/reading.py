@@ -22,7 +22,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.json_values import member_names
+from unigen_ds.core.json_values import leaves
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
 from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
@@ -320,19 +320,9 @@ def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def flat(config: Mapping[str, Any], prefix: str = "", *, by_name: bool = False) -> dict[str, Any]:
-    """Dotted key -> value; members of a list by index, or ``by_name``: as ``member_names`` has them."""
-    values: dict[str, Any] = {}
-    for key, value in config.items():
-        name, members = f"{prefix}{key}", value
-        if isinstance(value, list) and any(isinstance(member, Mapping) for member in value):
-            names = member_names(value) if by_name else map(str, range(len(value)))
-            members = dict(zip(names, value, strict=True))
-        if isinstance(members, Mapping) and members:
-            values |= flat({str(k): v for k, v in members.items()}, f"{name}.", by_name=by_name)
-        else:
-            values[name] = value
-    return values
+def flat(config: Mapping[str, Any], *, names: bool = False) -> dict[str, Any]:
+    """Dotted key -> value, as of ``leaves``."""
+    return {".".join(map(str, leaf)): value for leaf, value in leaves(config, names=names) if leaf}
 
 
 def attempt(name: str, read: Callable[[], _T], default: _T, problems: Problems) -> _T:

@@ -72,12 +72,6 @@ def serve_report(work_dirs: Sequence[Path], *, port: int, max_pictures: int, rea
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(body=False)
-
-        def _answer(self, *, body: bool) -> None:
             content, tag, status = b"", "", 200
             if (self.headers.get("Host") or "").rpartition(":")[0] not in HOSTS:
                 status, content = 403, f"only {' and '.join(HOSTS)} are served\n".encode()
@@ -98,8 +92,7 @@ def serve_report(work_dirs: Sequence[Path], *, port: int, max_pictures: int, rea
                 if tag:
                     self.send_header("ETag", tag)
                 self.end_headers()
-                if body:
-                    self.wfile.write(content)
+                self.wfile.write(content)
 
         def log_message(self, format: str, *arguments: Any) -> None:
             """Requests are not listed."""

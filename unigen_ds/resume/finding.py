@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unigen_ds.checkpoint.manifest import Manifest
@@ -51,9 +51,6 @@ class Finding:
     why: str = ""
     remedy: str = ""
     guide: int | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 SAVES = {"interval": -1, "by_epoch": True, "unit": None, "max_keep_ckpts": -1, "form": "sharded"}

@@ -112,7 +112,8 @@ def fill(model: DecoderLM, *, seed: int = 0) -> DecoderLM:
     names = tuple(name for name, _ in model.named_parameters())
     reader, backend = model.initial_weights(seed=seed), SingleBackend()
     cfg = OptimizerConfig(type="AdamW", arguments={}, max_norm=None, precision="fp32")
-    backend.prepare(model, [ParamGroup("all", 1e-3, 0.0, names)], cfg, geometry=Geometry(1, 1, 1))
+    backend.check(geometry=Geometry(1, 1, 1), optimizer_cfg=cfg)
+    backend.prepare(model, [ParamGroup("all", 1e-3, 0.0, names)])
     backend.load_tensors(reader, weights_only=True)
     return model
 

@@ -16,7 +16,6 @@ from tests.support.processes import together
 from tests.text_run import WORDS, word_config, write_jsonl
 from unigen_ds.config.registry import MODELS
 from unigen_ds.core.batch import Batch, LossTerms, PackedBatch
-from unigen_ds.core.progress import Progress
 from unigen_ds.families.decoder_lm.family import DecoderLM
 from unigen_ds.hooks.log.logger import FEWEST, LoggerHook
 from unigen_ds.hooks.log.timer import IterTimerHook
@@ -129,7 +128,7 @@ def test_an_epoch_ends_with_its_means(tmp_path: Path) -> None:
     state = first.hooks[0].state_dict()
     hook = LoggerHook(interval=1000)
     hook.load_state_dict(state)
-    second = TinyRun(tmp_path, [hook], progress=Progress(**first.progress.state_dict()))
+    second = TinyRun(tmp_path, [hook], progress=first.progress)
     second.start(resumed_from="work/iter_12.pth")
     for number in range(6, 11):
         second.update(text=3.0 * number)

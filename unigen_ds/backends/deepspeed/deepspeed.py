@@ -132,22 +132,14 @@ class DeepSpeedBackend(Backend):
                 remedy="the backends fsdp and single compute in fp16 on any CPU",
             )
 
-    def prepare(
-        self,
-        model: nn.Module,
-        param_groups: Sequence[ParamGroup],
-        optimizer_cfg: OptimizerConfig,
-        *,
-        geometry: Geometry,
-    ) -> None:
+    def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup]) -> None:
         _choose_accelerator()
         leave_out_operator()
         dist.ensure_initialized()
         import deepspeed  # about 2 s, and it chooses its accelerator at import
 
-        self._cfg = optimizer_cfg
         self._names = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        ds_config = fill(self._ds_config, geometry=geometry, optimizer=optimizer_cfg)
+        ds_config = fill(self._ds_config, geometry=self._geometry, optimizer=self._cfg)
         with blocks_freed_at_once():
             has_memory = not on_meta(model)
             if not has_memory:
@@ -163,7 +155,7 @@ class DeepSpeedBackend(Backend):
                 _skip_modules_without_parameters(model)
             self._engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=build_torch_optimizer(optimizer_cfg, groups),
+                optimizer=build_torch_optimizer(self._cfg, groups),
                 config=ds_config,
                 dist_init_required=False,
             )

@@ -31,9 +31,8 @@ from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part, whole
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
-from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import BUFFER, MASTER, STAMP, STEP, Shard
-from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, OptimizerConfig, ParamGroup
+from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, ParamGroup
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import HashedFile, Output, StateFiles, bytes_output
 
@@ -75,21 +74,14 @@ class FSDPBackend(TorchOptimizerBackend):
         # sharded gradients are reduced after every iteration, so that no rank ever holds a whole one
         self._sync_every = sharding_strategy != "NO_SHARD"
 
-    def prepare(
-        self,
-        model: nn.Module,
-        param_groups: Sequence[ParamGroup],
-        optimizer_cfg: OptimizerConfig,
-        *,
-        geometry: Geometry,
-    ) -> None:
+    def prepare(self, model: nn.Module, param_groups: Sequence[ParamGroup]) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         dist.ensure_initialized()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._replica = dist.rank() // self.num_shard
-        root = self._shard(model, optimizer_cfg.precision)
+        root = self._shard(model)
         device = torch.device("cpu") if self.cpu_offload else self._device
         allocate(
             root,
@@ -97,11 +89,11 @@ class FSDPBackend(TorchOptimizerBackend):
             make_buffer=lambda tensor: torch.empty_like(tensor, device=self._device),  # forward reads them there
         )
         _settle(root)
-        self._own(root, dict(root.named_parameters()), param_groups, optimizer_cfg)
+        self._own(root, dict(root.named_parameters()), param_groups)
         units = [name or "the root" for name, module in root.named_modules() if isinstance(module, FSDPModule)]
         self.log_summary(f"FSDP2 {self.strategy} ({self.num_shard} shard(s))", units=units)
 
-    def _shard(self, model: Any, precision: str) -> Any:
+    def _shard(self, model: Any) -> Any:
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -118,7 +110,7 @@ class FSDPBackend(TorchOptimizerBackend):
             row, column = divmod(dist.rank(), num_shard)
             groups = [dist.group(ranks[:, column].tolist()), dist.group(ranks[row].tolist())]
             mesh = DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=("replicate", "shard"))
-        low = None if precision == "fp32" else COMPUTE_DTYPE[precision]
+        low = None if self._cfg.precision == "fp32" else COMPUTE_DTYPE[self._cfg.precision]
         settings: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": self.strategy in ("FULL_SHARD", "HYBRID_SHARD"),

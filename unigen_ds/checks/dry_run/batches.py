@@ -29,6 +29,7 @@ from unigen_ds.core.progress import Geometry
 from unigen_ds.data.batches.loader import BatchLoader, RowSource
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.runner.settings.tree import Settings
+from unigen_ds.runner.start.build import build_optimizer_config
 from unigen_ds.runner.start.stages import build_engine
 from unigen_ds.system.machine import num_cores
 
@@ -113,6 +114,7 @@ class _RecordedCalls(TorchDispatchMode):
 def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], geometry: Geometry) -> list[list[str]]:
     """The collective calls of an update with each of ``batches``. For a process of its own."""
     backend, _ = build_engine(settings)
+    backend.check(geometry=geometry, optimizer_cfg=build_optimizer_config(settings))
     counter = CountedBytes(fake=True)
     calls: list[list[str]] = []
 
@@ -122,7 +124,7 @@ def record_calls(settings: Settings, processor: Any, batches: Sequence[Batch], g
         return recorder.calls
 
     with fake_group(geometry.dp_size), counter, without_compile():
-        prepare(counter, settings, backend, processor, geometry=geometry)
+        prepare(counter, settings, backend, processor)
         for batch in batches:
             # one process calls none; an engine may have learnt another order
             if geometry.dp_size > 1 and (not calls or first_difference(calls[-1], calls[0])):

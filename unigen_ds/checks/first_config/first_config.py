@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from unigen_ds.checks.dry_run.known import Hardware
 from unigen_ds.checks.dry_run.this_machine import find_and_hide_devices
 from unigen_ds.checks.first_config.inputs import KINDS, DataInput, ModelInput, find_input_data, find_input_model
 from unigen_ds.checks.memory.planned import GIB, Reserve, plan_memory, report_values
-from unigen_ds.config.paths import tool
+from unigen_ds.config.paths import command
 from unigen_ds.config.python_text import python_text
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
@@ -79,8 +78,7 @@ class FirstConfig:
 
     def command(self, out: str) -> str:
         """The command that starts the training."""
-        start = ["python"] if self.world_size == 1 else ["torchrun", "--nproc_per_node", str(self.world_size)]
-        return shlex.join([*start, *(os.path.relpath(one) if "/" in one else one for one in tool("train")), out])
+        return command("train", out, processes=self.world_size)
 
     def text(self, out: str) -> str:
         """The whole file."""

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from unigen_ds.backends.memory import allocate
 from unigen_ds.core.errors import UnigenError, short_text
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -44,22 +45,16 @@ class CountedBytes(TorchDispatchMode):
         self.is_fake = fake
         self._without_memory = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
 
-    @torch.no_grad()
     def without_memory(self, module: torch.nn.Module) -> None:
-        """Replace the parameters and buffers that have memory by fake ones; tied ones remain one."""
+        """Replace the parameters and the buffers of floating-point numbers that have memory by fake ones."""
         mode = self._without_memory
         assert mode is not None
-        replacements: dict[int, torch.nn.Parameter] = {}
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None and not isinstance(parameter, FakeTensor) and not parameter.is_meta:
-                    if id(parameter) not in replacements:
-                        fake = mode.from_tensor(parameter.detach())
-                        replacements[id(parameter)] = torch.nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                    part._parameters[name] = replacements[id(parameter)]
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and not isinstance(buffer, FakeTensor):
-                    part._buffers[name] = buffer if buffer.is_meta else mode.from_tensor(buffer)
+
+        def has_memory(tensor: Tensor) -> bool:
+            is_number = tensor.is_floating_point() or isinstance(tensor, torch.nn.Parameter)
+            return is_number and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+        allocate(module, lambda tensor: mode.from_tensor(tensor.detach()), replaces=has_memory)
 
     def begin(self) -> int:
         """What exists now, from which a new peak is counted."""

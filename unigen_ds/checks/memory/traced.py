@@ -102,7 +102,7 @@ def trace(
         device[phase] = max(counter.device_peak, device[phase])
 
     with counter, without_compile():
-        build_peak = prepare(counter, settings, backend, processor, geometry=geometry)
+        build_peak = prepare(counter, settings, backend, processor)
         backend.load_tensors(_zeros(backend, ()), weights_only=True)
         end("load", moments=())  # the first update makes them
         copies = [[t.detach().clone() for t in backend.master_data()] for _ in range(averages)]
@@ -152,7 +152,7 @@ def trace(
     return result
 
 
-def prepare(counter: CountedBytes, settings: Settings, backend: Backend, processor: Any, *, geometry: Geometry) -> int:
+def prepare(counter: CountedBytes, settings: Settings, backend: Backend, processor: Any) -> int:
     """Build the model and pass it to the engine, inside of ``counter``. Returns the highest sum while it was built."""
     model: Any = build.build_model(settings, processor, seed=settings.seed, stream=True)
     if counter.is_fake:
@@ -160,7 +160,7 @@ def prepare(counter: CountedBytes, settings: Settings, backend: Backend, process
     counter.add_all([*model.parameters(), *model.buffers()])
     build_peak = counter.peak
     groups = build.build_groups(settings, build.named_parameters(model))
-    build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
+    build.prepare_engine(settings, backend, model, groups)
     return build_peak
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unigen_ds.system.files import hold_lock, write_atomic, write_text_atomic
+from unigen_ds.system.files import file_digest, hold_lock, write_atomic, write_text_atomic
 from unigen_ds.system.log import logger
 
 FOLDER = ".unigen_index"
@@ -37,7 +37,6 @@ _MAGIC = b"unigen-arrays-1\n"
 _ALIGN = 64
 _MOST_BYTES = 256 << 20
 """Bytes up to which a file is read through, for its digest, at every start: 0.1 s."""
-_BLOCK = 8 << 20
 _SETTLED_NS = 2_000_000_000
 """A file changed less than this ago may change again within the resolution of its times: its digest is not kept."""
 _KINDS = "iufb"
@@ -216,13 +215,7 @@ def contents_digest(files: Sequence[Path], folder: Path | None, *, name: str) ->
         if record["files"] == facts and isinstance(record["xxh3_128"], str):
             return str(record["xxh3_128"])
     is_settled = time_ns() - max((at for stamp in stamps for at in stamp[1:3]), default=0) > _SETTLED_NS
-    digests = []
-    for file in files:
-        of_file = xxhash.xxh3_128()
-        with file.open("rb") as stream:
-            while block := stream.read(_BLOCK):
-                of_file.update(block)
-        digests.append(of_file.hexdigest())
+    digests = [file_digest(file).partition(":")[2] for file in files]
     pairs = "".join(f"{label}\0{one}\0" for label, one in zip(labels, digests, strict=True))
     digest = digests[0] if len(files) == 1 else xxhash.xxh3_128(pairs.encode()).hexdigest()
     if memory is not None and is_settled and stamps == [_stamp(file) for file in files]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from unigen_ds.config.paths import is_hub_name
+from unigen_ds.config.paths import download_remedy, is_hub_name
 from unigen_ds.config.registry import SOURCES, resolve
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import cache_folder, fingerprint
@@ -37,7 +37,7 @@ from unigen_ds.data.sources.find import (
     requested_format,
     suffix_of,
 )
-from unigen_ds.data.sources.tables import HuggingFaceSource, choose_split, download_first, is_saved
+from unigen_ds.data.sources.tables import HuggingFaceSource, choose_split, is_saved
 from unigen_ds.data.sources.unpacked import require, write_where_space
 from unigen_ds.system.files import delete_inside, hold_lock, quick_digest
 from unigen_ds.system.log import logger
@@ -264,7 +264,7 @@ def _files_of_hub(name: str, *, split: str | None = None, config: str | None = N
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "LocalEntryNotFoundError" in text:  # the hub did not answer: another attempt may succeed
             raise ConnectionError(text) from None
-        remedy = download_first(name) if is_hub_name(name) else None
+        remedy = download_remedy(name, data=True) if is_hub_name(name) else None
         raise DataError(f"{what} cannot be listed: {text}", remedy=remedy) from error
     return [str(file) for file in files[choose_split(split, list(map(str, files)), what)]]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from unigen_ds.config.paths import is_hub_name
+from unigen_ds.config.paths import download_remedy, is_hub_name
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import StoredImage
@@ -225,7 +225,8 @@ class HuggingFaceSource(Sources):
             raise
         except Exception as error:  # the package raises anything, also what its readers of files do
             problem = f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise DataError(problem, remedy=download_first(str(path)) if is_hub_name(str(path)) else None) from error
+            remedy = download_remedy(str(path), data=True) if is_hub_name(str(path)) else None
+            raise DataError(problem, remedy=remedy) from error
         files = [Path(file["filename"]) for file in rows.cache_files]
         number = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
         if not files or number != len(rows):
@@ -246,7 +247,3 @@ def choose_split(split: str | None, splits: Sequence[str], what: str) -> str:
         remedy = "format=dict(type='huggingface', split=...)"
         raise DataError(f"{what} has no split {choice!r}", allowed=", ".join(splits), remedy=remedy)
     return choice
-
-
-def download_first(name: str) -> str:
-    return f"where there is a network: hf download {name} --repo-type dataset --local-dir FOLDER; then name that folder"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,10 +42,6 @@ class WebDatasetSource(RecordSource):
     fingerprint = "webdataset"
     suffixes = (".tar", ".tgz")
     batch = 64
-
-    def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
-        super().__init__(path, label=label, folder=folder)
-        self._firsts = np.zeros(1, np.int64)
 
     def scan(self) -> Arrays:
         groups: dict[str, dict[str, tuple[int, int]]] = {}

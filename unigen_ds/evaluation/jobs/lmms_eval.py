@@ -23,16 +23,14 @@ TASKS = ("mmstar", "mmmu_val", "ocrbench", "textvqa_val", "docvqa_val", "science
 INSTALL = "lmms-eval (in an environment of its own where its dependencies replace those of the training)"
 
 
-def run_tasks(
-    inferencer: Any, tasks: Sequence[str] = TASKS, *, limit: int | None = None, seed: int = 0
-) -> dict[str, Any]:
+def run_tasks(inferencer: Any, tasks: Sequence[str] = TASKS, *, limit: int | None = None) -> dict[str, Any]:
     """Task -> metric -> number, of at most ``limit`` samples. Collective. Raises ``ConfigError`` without lmms-eval."""
     evaluator, api, manager = (
         import_optional(f"lmms_eval.{name}", "--lmms-tasks", install=INSTALL)
         for name in ("evaluator", "api.model", "tasks")
     )
     results = evaluator.simple_evaluate(
-        model=model_class(api.lmms)(inferencer, seed=seed),
+        model=model_class(api.lmms)(inferencer),
         model_args="",
         tasks=list(tasks),
         batch_size=1,
@@ -52,9 +50,9 @@ def model_class(base: type) -> type:
 
         is_simple = True
 
-        def __init__(self, inferencer: Any, *, seed: int = 0) -> None:
+        def __init__(self, inferencer: Any) -> None:
             super().__init__()
-            self.inferencer, self.seed = inferencer, seed
+            self.inferencer = inferencer
             self._rank, self._world_size = dist.rank(), dist.world_size()
             self.accelerator = Namespace(wait_for_everyone=dist.barrier)  # what versions before 0.4 call
 
@@ -77,7 +75,7 @@ def model_class(base: type) -> type:
                     understand=True,
                     max_length=int(options.get("max_new_tokens") or 1024),
                     temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
-                    seed=derive_seed(self.seed, task, split, doc),
+                    seed=derive_seed(0, task, split, doc),
                 )
                 text, ends = answer.text or "", options.get("until") or ()
                 for end in [ends] if isinstance(ends, str) else ends:

@@ -16,12 +16,14 @@ from PIL import Image
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.examples.demo import ReportHook, average_of
+from unigen_ds.evaluation.validation import evaluating
+from unigen_ds.examples.demo import ReportHook
 from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, DigitsDataset, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import draw, read_texts
 from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.evaluate.ema import average_of
 from unigen_ds.system import dist
 
 DRAWN_PER_DIGIT = 20
@@ -47,13 +49,9 @@ class DigitsReportHook(ReportHook):
         self.seed = seed
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
-        model = run.backend.model
-        model.eval()
-        try:
-            with average_of(run), torch.no_grad():
-                results, sheet = evaluate_digits(model, run.processor, root, flow=self.flow, seed=self.seed)
-        finally:
-            model.train()
+        options: dict[str, Any] = {"flow": self.flow, "seed": self.seed}
+        with average_of(run), evaluating(run.backend):
+            results, sheet = evaluate_digits(run.backend.model, run.processor, root, **options)
         summary = (
             f"Of {results['drawn']} drawn digits the classifier reads {results['prompt_accuracy']:.1%} as requested (of"
             f" real ones it reads {results['judge_accuracy']:.1%} correctly); {results['caption_accuracy']:.1%} of"

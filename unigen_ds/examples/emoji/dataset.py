@@ -16,6 +16,7 @@ from PIL import Image
 from unigen_ds.config.registry import DATASETS, METRICS
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
+from unigen_ds.data.images.image_files import on_white
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.examples.demo import prepare_folder, record
@@ -78,9 +79,7 @@ def picture(variant: Variant) -> Image.Image:
         rgb = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
         rgb.putalpha(image.getchannel("A"))
         image = rgb
-    paper = Image.new("RGBA", image.size, "white")
-    paper.alpha_composite(image)
-    return paper.convert("RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
+    return on_white(image, "RGB").resize((SIDE, SIDE), Image.Resampling.LANCZOS)
 
 
 def stored_picture(root: Path, variant: Variant) -> Image.Image:

@@ -11,10 +11,11 @@ from PIL import Image
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.evaluation.generation import generate_all, trained_family
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.examples.demo import ReportHook, average_of
+from unigen_ds.examples.demo import ReportHook
 from unigen_ds.examples.emoji.catalogue import Variant, edits, variants
 from unigen_ds.examples.emoji.dataset import LIMIT, EmojiClassifier, EmojiDataset, stored_picture
 from unigen_ds.hooks.base import Run
+from unigen_ds.hooks.evaluate.ema import average_of
 from unigen_ds.system import dist
 
 

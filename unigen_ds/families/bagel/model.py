@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -329,26 +328,17 @@ class UnifiedModel(PretrainedModel):
         return [*self.vit_model.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        cost, backbone, vit = self._row_flops, self.language_model.model, self.sizes["vit"]
-        image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vit_model))
+        vit, llm, trains_vit = self.vit_model, self.language_model, trains(self.vit_model)
+        patch = linear_flops(vit, input_grad=False) + linear_flops(self.connector, input_grad=trains_vit)
+        latent = linear_flops(self.vae2llm, input_grad=False) + linear_flops(self.time_embedder, input_grad=False)
+        image_attention = attention_flops(batch.vit_lengths, self.sizes["vit"]["hidden_size"], grad=trains_vit)
         text_attention = attention_flops(batch.document_lengths, self.sizes["llm"]["hidden_size"], grad=True)
         return (
-            cost["patch"] * batch.vit_index.numel()
-            + cost["latent"] * batch.latent_index.numel()
-            + cost["token"] * batch.num_tokens
-            + cost["text_target"] * batch.text_target_index.numel()
-            + cost["image_target"] * batch.image_target_index.numel()
-            + image_attention * vit["num_hidden_layers"]
-            + text_attention * len(backbone.layers)
+            patch * batch.vit_index.numel()
+            + latent * batch.latent_index.numel()
+            + linear_flops(llm.model.layers, input_grad=True) / 2 * batch.num_tokens  # one of the two experts
+            + linear_flops(llm.lm_head, input_grad=True) * batch.text_target_index.numel()
+            + linear_flops(self.llm2vae, input_grad=True) * batch.image_target_index.numel()
+            + image_attention * self.sizes["vit"]["num_hidden_layers"]
+            + text_attention * len(llm.model.layers)
         )
-
-    @cached_property
-    def _row_flops(self) -> dict[str, float]:
-        vit, backbone = self.vit_model, self.language_model.model
-        return {
-            "patch": linear_flops(vit, input_grad=False) + linear_flops(self.connector, input_grad=trains(vit)),
-            "latent": linear_flops(self.vae2llm, input_grad=False) + linear_flops(self.time_embedder, input_grad=False),
-            "token": linear_flops(backbone.layers, input_grad=True) / 2,  # one of the two experts
-            "text_target": linear_flops(self.language_model.lm_head, input_grad=True),
-            "image_target": linear_flops(self.llm2vae, input_grad=True),
-        }

@@ -12,7 +12,6 @@ Shape suffixes: T tokens, D width, V patches, I image tokens. Source: huggingfac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import torch
@@ -123,7 +122,6 @@ class VLM(PretrainedModel):
         self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, of_config)
         side = self.vit_config["image_size"] // self.vit_config["patch_size"]
         self.vocab_size = self.llm_config["vocab_size"]
-        self.patches_per_tile = side * side
         self.vision_model = VisionTransformer(self.vit_config)
         self.connector = PixelShuffleConnector(
             self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
@@ -183,27 +181,17 @@ class VLM(PretrainedModel):
         return [*self.vision_model.encoder.layers, *self.language_model.model.layers]
 
     def flops(self, batch: PackedBatch) -> float:
-        cost, llm, vit = self._row_flops, self.llm_config, self.vit_config
-        image_attention = attention_flops(batch.vit_lengths, vit["hidden_size"], grad=trains(self.vision_model))
-        text_attention = attention_flops(batch.document_lengths, llm["hidden_size"], grad=True)
+        vit, llm, trains_vit = self.vision_model, self.language_model, trains(self.vision_model)
+        image_attention = attention_flops(batch.vit_lengths, self.vit_config["hidden_size"], grad=trains_vit)
+        text_attention = attention_flops(batch.document_lengths, self.llm_config["hidden_size"], grad=True)
         return (
-            cost["patch"] * len(batch.vit_patches)
-            + cost["image_token"] * batch.vit_index.numel()
-            + cost["token"] * batch.num_tokens
-            + cost["target"] * batch.text_target_index.numel()
-            + image_attention * vit["num_hidden_layers"]
-            + text_attention * llm["num_hidden_layers"]
+            linear_flops(vit, input_grad=False) * len(batch.vit_patches)
+            + linear_flops(self.connector, input_grad=trains_vit) * batch.vit_index.numel()
+            + linear_flops(llm.model.layers, input_grad=True) * batch.num_tokens
+            + linear_flops(llm.lm_head, input_grad=True) * batch.text_target_index.numel()
+            + image_attention * len(vit.encoder.layers)
+            + text_attention * len(llm.model.layers)
         )
-
-    @cached_property
-    def _row_flops(self) -> dict[str, float]:
-        vit, backbone = self.vision_model, self.language_model.model
-        return {
-            "patch": linear_flops(vit, input_grad=False),
-            "image_token": linear_flops(self.connector, input_grad=trains(vit)),
-            "token": linear_flops(backbone.layers, input_grad=True),
-            "target": linear_flops(self.language_model.lm_head, input_grad=True),
-        }
 
 
 def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from unigen_ds.config.registry import HOOKS, checked
@@ -75,10 +75,6 @@ class EMAHook(Hook):
         move = self.average.update if begins else self.average.copy_from
         move(run.backend.master_data())
 
-    def swapped(self, run: Run) -> AbstractContextManager[None]:
-        """The model computes with the averaged weights inside the context."""
-        return run.backend.swapped(self.average.shards)
-
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": self.average.num_updates}
 
@@ -97,3 +93,9 @@ class EMAHook(Hook):
 
 def ema_of(run: Run) -> EMAHook | None:
     return next((hook for hook in run.hooks if isinstance(hook, EMAHook)), None)
+
+
+def average_of(run: Run, *, use: bool = True) -> AbstractContextManager[None]:
+    """Inside, the model has the average of the weights, where there is one and ``use`` is True."""
+    ema = ema_of(run) if use else None
+    return run.backend.swapped(ema.average.shards) if ema else nullcontext()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.evaluation.scoring import PREFIX, Evaluation
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.hooks.evaluate.ema import average_of, ema_of
 from unigen_ds.system import dist
 from unigen_ds.system.clock import EVALUATION
 from unigen_ds.system.files import make_directory
@@ -166,9 +166,9 @@ class EvaluateHook(Hook):
 
     def _values(self, run: Run) -> Evaluation:
         """Losses and, where they are due, the metrics. Collective; the same on all ranks."""
-        ema, progress, every = ema_of(run) if self.use_ema else None, run.progress, self._metrics_every
+        progress, every = run.progress, self._metrics_every
         due = every is None or run.finished or progress.updates == 0 or every.every(progress, self._last_metrics)
-        with ema.swapped(run) if ema is not None else nullcontext():
+        with average_of(run, use=self.use_ema):
             evaluation = run.validation.evaluate(
                 run.backend, self._metrics if due else [],
                 checkpoint=f"{run.work_dir} (update {progress.updates}){' EMA' if self.use_ema else ''}",
@@ -193,7 +193,7 @@ class EvaluateHook(Hook):
             metrics.update(self._last_values[1])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"computed": self._last_metrics.state_dict()} if self._metrics_every is not None else {}
+        return {"computed": asdict(self._last_metrics)} if self._metrics_every is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "computed" in state:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,7 +32,7 @@ from unigen_ds.evaluation.generation import (
 )
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.hooks.evaluate.ema import ema_of
+from unigen_ds.hooks.evaluate.ema import average_of
 from unigen_ds.hooks.evaluate.evaluate import set_aside
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.inference import prompts as files_of_prompts
@@ -162,7 +161,7 @@ class PreviewHook(Hook):
 
     def preview(self, run: Run) -> None:
         """Make one now. Collective."""
-        ema, update = ema_of(run) if self._use_ema else None, run.progress.updates
+        update = run.progress.updates
         requests: list[PreviewPrompt | Question] = [*self._prompts, *self._questions]
         try:
             own = generate_all(
@@ -170,7 +169,7 @@ class PreviewHook(Hook):
                 run.processor,
                 list(enumerate(requests)),
                 lambda inferencer, request: self._make(inferencer, *request),
-                weights=lambda: ema.swapped(run) if ema else nullcontext(),
+                weights=lambda: average_of(run, use=self._use_ema),
             )
         except GenerationError as error:  # raised on every rank alike
             logger().warning("No preview at update %d: %s", update, error)

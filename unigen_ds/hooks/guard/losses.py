@@ -29,6 +29,7 @@ from unigen_ds.hooks.log.logger import global_losses
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
+from unigen_ds.system.outputs import all_finite
 
 SHOWN_IDS = 8
 """Sample ids that the error names; tools/inspect_data.py shows all."""
@@ -84,7 +85,7 @@ class NanGuardHook(Hook):
     def after_train(self, run: Run) -> None:
         """The last save checks this; a run without one must not end as complete either."""
         if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
-            names = run.backend.not_finite()
+            names = [name for name, data in run.backend.trained_tensors() if not all_finite(data)]
             if dist.sum_floats([float(len(names))])[0]:
                 raise TrainingError(
                     "training ends with weights that are not finite" + (f": {names[0]}" if names else ""),

@@ -136,7 +136,6 @@ class SkippedSamplesHook(JournalHook):
         super().__init__(SKIPPED_FILE)
         self.max_skipped_fraction = max_skipped_fraction
         self.num_skipped = 0
-        self._error: DataError | None = None
         self._pending: list[dict[str, str]] = []
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
@@ -161,16 +160,12 @@ class SkippedSamplesHook(JournalHook):
                 logger().warning("Skipped sample %s: %s", record["sample"], record["why"])
         samples, limit = run.progress.samples, self.max_skipped_fraction
         if samples >= FEWEST_SAMPLES and exceeds(self.num_skipped, samples, limit):
-            self._error = DataError(
+            error = DataError(
                 f"{self.num_skipped} of {samples} samples could not be decoded",
                 allowed=f"train_dataloader.max_skipped_fraction = {limit}",
                 remedy=f"see {SKIPPED_FILE} in the work dir; repair the data or raise the limit, then --resume",
             )
-            run.request_stop("too many samples could not be decoded")  # the checkpoint hook saves, then it is raised
-
-    def after_train(self, run: Run) -> None:
-        if self._error is not None:
-            raise self._error
+            run.request_stop("too many samples could not be decoded", error=error)
 
 
 class TimelineHook(JournalHook):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,7 +62,6 @@ class MetricHook(Hook):
     def __init__(self, metric: str, *, rule: Direction | None, where: str) -> None:
         self.metric, self.rule, self._where = metric, rule or rule_of(metric), where
         self._provenance: dict[str, str] = {}
-        self._error: ConfigError | None = None
 
     def before_run(self, run: Run) -> None:
         if (evaluate := check_result(run, self.metric, where=self._where)) is not None:
@@ -78,13 +77,8 @@ class MetricHook(Hook):
         if complete or "loss" in self.metric.split("/")[1:3]:
             problem = f"{self._where} is {self.metric!r}, which the evaluation does not have"
             choices = ", ".join(sorted(metrics)) or "nothing: it has no results"
-            self._error = ConfigError(problem, allowed=choices)
-            run.request_stop(problem)
+            run.request_stop(problem, error=ConfigError(problem, allowed=choices))
         return None
-
-    def after_train(self, run: Run) -> None:
-        if self._error is not None:
-            raise self._error
 
     def difference(self, metric: str, rule: str, provenance: Mapping[str, str]) -> str | None:
         """Why a stored value of ``metric`` cannot be compared with those of this run; None: it can."""
@@ -177,7 +171,7 @@ class BestHook(MetricHook):
     def state_dict(self) -> dict[str, Any]:
         """State for the checkpoint that is being saved, which is the best one itself if its value is."""
         best = self._saving or self._best
-        return {} if best is None else best.state_dict()
+        return {} if best is None else asdict(best)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._best = Best.from_state_dict(state)

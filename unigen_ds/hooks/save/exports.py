@@ -9,7 +9,7 @@ from typing import Literal
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
-from unigen_ds.config.hub import LOGIN, HubRepo, has_token
+from unigen_ds.config.hub import LOGIN, HubRepo
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.evaluation.generation import trained_family
@@ -28,7 +28,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class ExportHook(Hook):
     """Base of hooks that export checkpoints, on rank 0, as ``dtype``; ``raw``: the weights instead of their average."""
 
-    def __init__(self, *, raw: bool, dtype: Precision) -> None:
+    @checked()
+    def __init__(self, *, raw: bool = False, dtype: Precision = "fp32") -> None:
         self._raw, self._dtype = raw, dtype
 
     def before_run(self, run: Run) -> None:
@@ -54,10 +55,6 @@ class SavePretrainedHook(ExportHook):
     """
 
     name = "save_pretrained"
-
-    @checked()
-    def __init__(self, *, raw: bool = False, dtype: Precision = "fp32") -> None:
-        super().__init__(raw=raw, dtype=dtype)
 
     def after_save_checkpoint(self, run: Run, path: Path) -> None:
         if not dist.is_main():
@@ -123,8 +120,10 @@ class PushToHubHook(ExportHook):
         self._which = which
 
     def before_run(self, run: Run) -> None:
+        from huggingface_hub import get_token
+
         super().before_run(run)
-        if dist.is_main() and not has_token():
+        if dist.is_main() and get_token() is None:
             logger().warning("PushToHubHook: this machine has no token for %s. Remedy: %s, before the training ends.",
                              self.repo.name, LOGIN)  # fmt: skip
 

@@ -25,7 +25,7 @@ from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
 from unigen_ds.data.batches.stream import PackedRow
 from unigen_ds.data.order.order import Cursor, Skip
-from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, UpdateResult
+from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, Run, UpdateResult
 from unigen_ds.hooks.guard.signals import SIGNAL_REASON
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
 from unigen_ds.runner.loop.updates import LastUpdate, Update, count_ahead, losses
@@ -41,8 +41,8 @@ from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
 
 
-class Runner:
-    """Trains ``Parts`` to its limits. ``Runner.from_cfg(cfg).train()``; implements ``hooks.base.Run``."""
+class Runner(Run):
+    """Trains ``Parts`` to its limits: ``Runner.from_cfg(cfg).train()``."""
 
     def __init__(self, parts: Parts) -> None:
         self._locks: list[WorkDirLock] = []
@@ -54,13 +54,14 @@ class Runner:
         self.config, self.work_dir, self.checkpoint_dir = settings.config, settings.folder, settings.checkpoints
         self.backend, self.geometry, self.peak_tflops = parts.backend, parts.geometry, settings.env.peak_tflops
         self.ruler, self.total_sequences = start.ruler, start.total_sequences
-        self.hooks: Sequence[Hook] = sorted(parts.hooks, key=lambda hook: hook.priority)
+        self.hooks = sorted(parts.hooks, key=lambda hook: hook.priority)
         manifest = start.manifest
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor, self.datasets = start.data.processor, start.data.stream.sources
         self.validation = parts.start.data.validation
         self.clock = Clock(device=parts.backend.device)
         self.stop_reason: str | None = None
+        self._stop_error: Exception | None = None
         self.run_id = ""  # known once the work dir is locked
         self.hparams: Sequence[Mapping[str, Any]] = ()
         self.iteration: Iteration | None = None
@@ -101,8 +102,8 @@ class Runner:
         most = self._parts.max_updates
         return self.finished or self.stop_reason is not None or (most is not None and self.progress.updates >= most)
 
-    def request_stop(self, reason: str) -> None:
-        self.stop_reason = reason
+    def request_stop(self, reason: str, *, error: Exception | None = None) -> None:
+        self.stop_reason, self._stop_error = reason, self._stop_error or error
 
     def last_losses(self) -> dict[str, float] | None:
         update = self._last.read(self.geometry, self._parts.loader_at)
@@ -149,6 +150,8 @@ class Runner:
                 if epoch != self.progress.epoch:
                     self._call("after_train_epoch")
             self._call("after_train")
+            if self._stop_error is not None:
+                raise self._stop_error
             self._call("after_run")
         except GoBack as back:
             self._report(back)

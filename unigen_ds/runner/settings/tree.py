@@ -29,6 +29,7 @@ from unigen_ds.config.translation import translate
 from unigen_ds.config.values import Number, Time
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
+from unigen_ds.core.json_values import dotted_name, leaves
 from unigen_ds.core.progress import Duration, Ruler
 from unigen_ds.data.order import packing as _packing  # noqa: F401
 from unigen_ds.data.order.order import Skip
@@ -362,8 +363,6 @@ def load_config(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
 
 # ---- every key with its value and where it comes from: ``tools/train.py CONFIG --print-config`` ---------------------
 
-Leaf = tuple[str | int, ...]
-
 
 def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
     """A line for each key: ``key = value  # origin``."""
@@ -382,23 +381,6 @@ def config_lines(settings: Settings, config: ConfigValues) -> list[str]:
         rows.append((f"{dotted_name(leaf)} = {value!r}", origin))
     width = min(max(len(text) for text, _ in rows), 72)
     return [*(f"# {change}" for change in config.changes), *(f"{text:<{width}}  # {origin}" for text, origin in rows)]
-
-
-def dotted_name(leaf: Leaf) -> str:
-    """``('param_scheduler', 0, 'end')`` -> ``param_scheduler[0].end``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in leaf).removeprefix(".")
-
-
-def leaves(value: Any, leaf: Leaf = ()) -> Iterator[tuple[Leaf, Any]]:
-    """Every value that is no section. A list of plain values is one value."""
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from leaves(inner, (*leaf, key))
-    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
-        for index, inner in enumerate(value):
-            yield from leaves(inner, (*leaf, index))
-    else:
-        yield leaf, value
 
 
 # ---- checks that involve several sections ---------------------------------------------------------------------------

@@ -258,19 +258,12 @@ def build_optimizer_config(settings: Settings) -> OptimizerConfig:
     )
 
 
-def prepare_engine(
-    backend: Backend,
-    model: nn.Module,
-    groups: Sequence[ParamGroup],
-    optimizer_cfg: OptimizerConfig,
-    *,
-    geometry: Geometry,
-) -> None:
+def prepare_engine(settings: Settings, backend: Backend, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     """Pass the model to the engine; of adapters the base is held in the precision that is computed in."""
     backend.left_out = base_tensors(model)
     if adapter_record(model) is not None:
-        hold_base_in(model, COMPUTE_DTYPE[optimizer_cfg.precision])
-    backend.prepare(model, groups, optimizer_cfg, geometry=geometry)
+        hold_base_in(model, COMPUTE_DTYPE[settled_precision(settings.optim_wrapper.precision)])
+    backend.prepare(model, groups)
 
 
 def build_hooks(settings: Settings) -> list[Hook]:

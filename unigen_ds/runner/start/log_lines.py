@@ -3,7 +3,6 @@ and the command that comes next."""
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shlex
@@ -19,7 +18,7 @@ from unigen_ds import __version__
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import BEST_FILE
-from unigen_ds.config.paths import tool
+from unigen_ds.config.paths import command
 from unigen_ds.core.progress import Geometry, Progress
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.families.base import Family, family_of
@@ -97,24 +96,16 @@ def outcome_line(settings: Settings, datasets: Sequence[PlannedDataset], *, comp
     paths = {kind: home / Path(hint).name for kind, hint in hints.items() if hint}
     files = [*(f"{path.name} ({kind} checkpoint)" for kind, path in paths.items()), "metrics.jsonl", "train.log"]
     text = f"Everything is in {folder}{f' and {home}' * (home != folder)}: {', '.join(files)}."
-    commands = [_command("report", str(folder))]
+    commands = [command("report", str(folder))]
     if complete and paths and type(family := family_of(settings.model.cls)).inferencer is not Family.inferencer:
         counts = [dataset.counts() for dataset in datasets]
         reads = not any(one.image_targets.any() for one in counts) and any(one.images.any() for one in counts)
         own = any(not name.startswith("unigen_ds.") for name in settings.custom_imports.imports)
         options = ["--image", "FILE"] * reads + ["--understand"] * (reads and family.drawing is not None)
         options += ["--prompt", "TEXT"] + ["--allow-custom-imports"] * own
-        commands.insert(0, _command("generate", str(paths.get("best") or paths["newest"]), *options))
+        commands.insert(0, command("generate", str(paths.get("best") or paths["newest"]), *options))
     elif not complete and Path(sys.argv[0]).stem in ("train", "unigen-train"):
         words = re.sub(r"--max-updates[ =]\d+ |--local\S+ ", "", f"{shlex.join(sys.argv[1:])} ")
-        commands.insert(0, f"{_command('train')} {words}{'--resume' * ('--resume' not in words)}".strip())
+        train = command("train", processes=dist.env_processes_per_node() or dist.env_world_size())
+        commands.insert(0, f"{train} {words}{'--resume' * ('--resume' not in words)}".strip())
     return f"{text} Next: {'; '.join(commands)}"
-
-
-def _command(name: str, *arguments: str) -> str:
-    """The command line of a tool, on as many processes of this node as the run has where it trains."""
-    words, number = [*tool(name), *arguments], dist.env_processes_per_node() or dist.env_world_size()
-    if Path(words[0]).is_relative_to(Path.cwd()):
-        words[0] = os.path.relpath(words[0])
-    launcher = ["torchrun", "--nproc_per_node", str(number)] if name == "train" and number > 1 else ["python"]
-    return shlex.join([*launcher, *words])

@@ -12,7 +12,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
@@ -25,7 +25,7 @@ from unigen_ds.checkpoint.foreign import read_foreign
 from unigen_ds.checkpoint.manifest import current_versions
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.json_values import by_name, json_values
+from unigen_ds.core.json_values import by_name, dotted_name, json_values, leaves
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import ShardReader
 from unigen_ds.data.batches.loader import UpdateLoader
@@ -36,7 +36,7 @@ from unigen_ds.resume.finding import Finding, model_findings, other_model, other
 from unigen_ds.resume.plan import NOT_RESUMED, ResumePlan
 from unigen_ds.runner.settings.environment import apply_environment, apply_variables
 from unigen_ds.runner.settings.naming import PLACE, name_and_folder
-from unigen_ds.runner.settings.tree import Settings, dotted_name, leaves
+from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start import build, stages
 from unigen_ds.runner.start.log_lines import memory_line, model_line, run_line, schedule_line
 from unigen_ds.runner.start.stages import Start
@@ -92,7 +92,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     named_parameters = build.named_parameters(model)
     logger.info(model_line(settings.model.name, named_parameters))
     groups, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
-    build.prepare_engine(backend, model, groups, build.build_optimizer_config(settings), geometry=geometry)
+    build.prepare_engine(settings, backend, model, groups)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
@@ -324,7 +324,7 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
     assert lineage is not None, "planned with a resume"
     lineage = replace(lineage, skips=parts.start.data.stream.skips)
     dist.on_main(lambda: store.continue_from(home, checkpoint, lineage))
-    findings = [finding.state_dict() for finding in parts.findings]
+    findings = [asdict(finding) for finding in parts.findings]
     return {**manifest.state_dict(), "path": str(checkpoint), "findings": findings}
 
 

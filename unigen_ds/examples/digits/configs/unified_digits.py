@@ -48,7 +48,6 @@ processor = dict(
 train_dataloader = dict(
     batch_size=batch_size,
     num_workers=1,
-    drop_last=True,
     seq_length=seq_length,
     packing=dict(type="BestFitPacking", window=512),
     dataset=dict(type="DigitsDataset", root="work_dirs/data/digits", split="train"),
@@ -67,14 +66,9 @@ param_scheduler = [
 train_cfg = dict(max_epochs=max_epochs)
 backend = dict(type="single")
 default_hooks = dict(
-    timer=dict(type="IterTimerHook"),
     logger=dict(type="LoggerHook", interval=10),
     checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=save_steps, max_keep_ckpts=save_total_limit),
 )
 custom_hooks = [dict(type="EMAHook", momentum=0.01, begin_epoch=1), dict(type="DigitsReportHook")]
 randomness = dict(seed=42)
 env = dict(num_threads=1)  # so small a model gains nothing from a second thread, and loses much on a busy machine
-load_from = None
-resume = False
-work_dir = None
-launcher = "none"

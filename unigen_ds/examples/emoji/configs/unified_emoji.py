@@ -38,7 +38,6 @@ processor = dict(
 train_dataloader = dict(
     batch_size=batch_size,
     num_workers=1,
-    drop_last=True,
     seq_length=seq_length,
     packing=dict(type="BestFitPacking", window=512),
     dataset=[
@@ -71,7 +70,6 @@ param_scheduler = [
 train_cfg = dict(max_updates=max_updates)
 backend = dict(type="single")
 default_hooks = dict(
-    timer=dict(type="IterTimerHook"),
     logger=dict(type="LoggerHook", interval=10),
     checkpoint=dict(
         type="CheckpointHook", by_epoch=False, unit="update", interval=save_steps, max_keep_ckpts=save_total_limit
@@ -100,7 +98,3 @@ custom_hooks = [
 ]
 randomness = dict(seed=42)
 env = dict(num_threads=1)  # the second core reads the data; on a busy machine two threads wait for each other
-load_from = None
-resume = False
-work_dir = None
-launcher = "none"
