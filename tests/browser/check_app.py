@@ -123,6 +123,7 @@ class Page:
 
     def pictures(self, row: Any, side: int) -> list[Image.Image]:
         """The drawings in their own pixels."""
+        row.locator("img").first.wait_for()  # the page loads what shows them when there is a first one
         addresses = [one.get_attribute("src") for one in row.locator("img").all()]
         files = [BytesIO(self.page.request.get(one).body()) for one in addresses]
         return [Image.open(one).convert("RGB").resize((side, side), Image.Resampling.NEAREST) for one in files]

@@ -115,6 +115,9 @@ def test_the_third_number_follows_from_the_total(copy):
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         read_foreign(tmp_path)
+    (tmp_path / "my.py").write_text("")
+    with pytest.raises(CheckpointError, match=r"my\.py is a config, not a checkpoint"):
+        read_foreign(tmp_path / "my.py")
     with pytest.raises(CheckpointError, match="does not exist"):
         read_foreign(tmp_path / "absent")
 

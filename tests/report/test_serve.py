@@ -14,6 +14,8 @@ import pytest
 from tests.support.processes import ENVIRONMENT, ROOT, popen, run
 from tests.tiny import tiny_config
 from tools.report import main
+from unigen_ds.checkpoint.home import WorkDirLock
+from unigen_ds.report.page import report_text
 from unigen_ds.runner import Runner
 
 TOOL = [sys.executable, str(ROOT / "tools" / "report.py")]
@@ -35,6 +37,10 @@ def train(work_dir: Path, digits: Path, until: int) -> None:
 def test_the_page_follows_the_run_and_nothing_else_is_served(tmp_path: Path, digits: Path) -> None:
     work_dir = tmp_path / "run"
     train(work_dir, digits, 1)
+    lock = WorkDirLock(work_dir)
+    assert ">running<" in report_text([work_dir])
+    lock.release()
+    assert ">running<" not in report_text([work_dir])
     command = [*TOOL, str(work_dir), "--serve", "--port", "0"]
     server = popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

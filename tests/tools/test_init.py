@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "images for a model of texts": ("qwen3", "asked/asked.jsonl", (), "40 of 40 records of .* have an image.*CausalLM"),
     "drawing by a model that reads": ("llava", "pictures", ("--task", "draw"), "40 of 40 .* cannot draw.*BAGEL"),
     "another task": ("qwen3", "chats.jsonl", ("--task", "edit"), "no record of it, of 42.*Allowed: 42 chat"),
-    "no layout": ("qwen3", "pairs.jsonl", (), "the record has: question, answer.*data_registry.json"),
+    "no layout": ("qwen3", "pairs.jsonl", (), "the record has: query, reply.*data_registry.json"),
     "no epoch": ("qwen3", "chats.jsonl", ("--epochs", "0"), "--epochs 0.*a number above 0"),
 }  # fmt: skip
 
@@ -149,7 +149,7 @@ def test_what_it_cannot_decide_it_asks_for_by_name(
     model, data, options, message = REFUSED[name]
     if not (root / "base").exists():
         write_language(root / "base", "qwen3", template="")
-        write_jsonl(root / "pairs.jsonl", [{"question": "a", "answer": "b"}])
+        write_jsonl(root / "pairs.jsonl", [{"query": "a", "reply": "b"}])
         for file, content in {
             "bert/config.json": '{"model_type": "bert", "architectures": ["BertModel"]}',
             "run/last_checkpoint": "run/iter_1.pth",

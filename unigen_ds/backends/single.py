@@ -30,7 +30,7 @@ class SingleBackend(TorchOptimizerBackend):
         if env_world_size() > 1:
             raise ConfigError(
                 f"backend 'single' was started with {env_world_size()} processes",
-                remedy="start one process, or choose an engine for several: --backend fsdp or --backend deepspeed:zero2"
+                remedy="one process (tools/resume.py: --world-size 1), or --backend fsdp or deepspeed:zero2 for several"
                 " (they shard), --backend fsdp:NO_SHARD (plain data parallel)",
             )
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

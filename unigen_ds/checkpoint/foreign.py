@@ -70,6 +70,8 @@ def locate(path: Path, tag: str | None = None) -> Path:
     path = folder_of(path, where="MODEL")
     if not path.exists():
         raise store.missing(path)
+    if path.suffix == ".py":
+        raise CheckpointError(f"{path} is a config, not a checkpoint", remedy="the work dir of its run: work_dirs/NAME")
     path = home_of(path)
     if tag is None and (path / FILE_NAME).is_file():
         return path

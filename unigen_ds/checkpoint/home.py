@@ -115,6 +115,14 @@ def same(one: Path, other: Path) -> bool:
 _FILE_NAME = ".lock"
 
 
+def is_locked(work_dir: Path) -> bool:
+    """Whether a process of this machine has the lock of a work dir (Linux lists all locks)."""
+    with contextlib.suppress(OSError):
+        number = (work_dir / _FILE_NAME).stat().st_ino
+        return any(f":{number} " in line for line in Path("/proc/locks").read_text().splitlines())
+    return False
+
+
 class WorkDirLock:
     """Held from construction until ``release``. ``exclusive`` is False where the file system has no locks. Raises
     ``ConfigError``, naming the config's ``key``, when another process holds it or the folder cannot be written.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unigen_ds.checkpoint.home import is_locked
 from unigen_ds.checkpoint.store import Candidate
 from unigen_ds.report.charts import Mark, Series, chart
 from unigen_ds.report.document import (
@@ -227,6 +228,8 @@ def _chips(run: WorkDir) -> list[tuple[str, str]]:
         "stopped": ("stopped", ""),
         None: ("killed, or still running", "warn") if run.starts else ("no start recorded", "warn"),
     }
+    if is_locked(run.path):
+        states[end] = ("running", "")
     chips = [states.get(end, ("ended with an error", "bad"))]
     topology, geometry = (run.starts[-1].record[name] if run.starts else {} for name in ("topology", "geometry"))
     if topology:

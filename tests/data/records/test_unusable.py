@@ -31,6 +31,7 @@ RECORDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     ({"instruction": "this", "input_image": "1.png", "input_images": ["1.png", "1.png"], "output_image": "1.png"},
      [("instruction", "input_image")]),
     ({"image": "1.png", "caption": "one", "captions": ["two"]}, [("caption", "caption")]),
+    ({"image": "1.png", "caption": "one", "question": "this is"}, [("caption", "question")]),
     ({"text_prompt": "one", "image_path": "1.png", "image": "1.png"}, [("text_prompt", "image")]),
     ({"text": "this is one", "system": "linux", "id": 1}, []),
 ]  # fmt: skip
@@ -64,7 +65,7 @@ def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.Captu
     expected = {words(*one) for _, keys in RECORDS for one in keys}
     status, out = inspect(settings, tmp_path, capsys)
     log = (tmp_path / "run" / "train.log").read_text()
-    assert status == 0 and all(f"2 of 18 records (11 %): {text}" in page for text in expected for page in (log, out))
+    assert status == 0 and all(f"2 of 20 records (10 %): {text}" in page for text in expected for page in (log, out))
     report = json.loads(inspect(settings, tmp_path, capsys, "--json")[1])
     notices = {one["reason"]: one["number"] for one in report["sources"]["rows"]["noticed"]}
     assert {text for text, number in notices.items() if "does not use" in text and number == 2} == expected

@@ -159,6 +159,14 @@ def test_one_of_several_captions_is_used_and_the_others_are_counted(tmp_path: Pa
     assert dataset(path).index.unused_texts.tolist() == [2] * 9
 
 
+def test_a_table_of_questions(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", 8, 8)
+    make.rows(tmp_path / "a.csv", [{"image": "a.png", "question": "What?", "answer": "one"}])
+    turns = dataset(tmp_path / "a.csv").turns(0)
+    assert [(one.role, one.kind) for one in turns] == [("user", "image"), ("user", "text"), ("assistant", "text")]
+    assert turns[0].value == str(tmp_path / "a.png") and [one.value for one in turns[1:]] == ["What?", "one"]
+
+
 # --- where a record is --------------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,9 @@ def test_overrides_and_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         Settings.from_config(load_config(path, ["val_dataloader.far.seq_lenght=16"]))
     dry_run = [str(path), "--dry-run", "--work-dir", str(tmp_path / "new")]
     assert train(dry_run) == 0
+    (number,) = (i for i, hook in enumerate(config["custom_hooks"]) if hook["type"] == "EvaluateHook")
+    assert train([*dry_run, "--cfg-options", f"custom_hooks.{number}.save_best=val/near/exact_match"]) != 0
+    assert "which no evaluation of this run has" in "".join(capsys.readouterr())
     missing = [f"val_dataloader.far.dataset.data_path={tmp_path / 'gone.jsonl'}"]
     assert train([*dry_run, "--cfg-options", *missing]) != 0
     assert "gone.jsonl" in "".join(capsys.readouterr())

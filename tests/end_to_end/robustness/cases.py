@@ -99,6 +99,7 @@ RECORDS: list[dict[str, Any]] = [
     {"images": [SMALL], "texts": [{"user": "which colour?", "assistant": "red"}], "relevance_ratings": [4]},
     {"image": SMALL, "caption": "a green circle"},
     {"image": SMALL, "captions": json.dumps({"short": "one", "long": "one of many"})},
+    {"image": SMALL, "question": "which shape?", "answer": "a circle"},
     {"image_list": [SMALL, SMALL], "instruction_list": [["make it blue"]]},
     {"instruction": "put <image> there", "input_images": [SMALL], "output_images": [SMALL]},
 ]  # fmt: skip

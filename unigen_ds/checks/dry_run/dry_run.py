@@ -13,6 +13,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from unigen_ds.checkpoint.home import same
@@ -33,6 +35,7 @@ from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.registry import DRY_RUN_CHECKS
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.hooks.save.best import MetricHook
 from unigen_ds.optim.optimizer import AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED
 from unigen_ds.runner.settings.naming import name_and_folder
@@ -85,7 +88,7 @@ def check_trackers(known: Known) -> Iterator[Checked]:
 
 def check_hooks(known: Known) -> Iterator[Checked]:
     """All hooks can be built, and their states can be stored."""
-    hooks = build_hooks(known.need("settings"))
+    hooks = known.hooks = build_hooks(known.need("settings"))
     check_states(hooks)
     yield ok(", ".join(hook.name or type(hook).__name__ for hook in hooks))
 
@@ -121,10 +124,17 @@ def check_start(known: Known) -> Iterator[Checked]:
 
 
 def check_model(known: Known) -> Iterator[Checked]:
-    """Adds ``model``, without memory, with the files of published weights read; too small a vocabulary is refused."""
+    """Adds ``model``, without memory, with the files of published weights read; too small a vocabulary is refused, and
+    so is a metric to follow that no evaluation of this model has."""
     model = known.model = known.need("start").meta_model
     number = sum(p.numel() for p in model.parameters() if p.requires_grad)
     yield ok(f"{type(model).__name__}: {sum(p.numel() for p in model.parameters()):,} parameters, {number:,} trained")
+    run: Any = SimpleNamespace(
+        hooks=known.hooks, validation=known.need("start").data.validation, backend=SimpleNamespace(model=model)
+    )
+    for hook in known.hooks:
+        if isinstance(hook, MetricHook):
+            hook.evaluation(run)
 
 
 def check_schedule(known: Known) -> Iterator[Checked]:

@@ -15,6 +15,7 @@ from unigen_ds.config.overrides import ConfigValues
 from unigen_ds.core.batch import Batch
 from unigen_ds.core.errors import UnigenError, short_text
 from unigen_ds.core.progress import Geometry
+from unigen_ds.hooks.base import Hook
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.stages import Start
 
@@ -130,6 +131,7 @@ class Known:
     world_size: int = 1
     per_node: int = 1
     settings: Settings | None = None
+    hooks: Sequence[Hook] = ()
     backend: Backend | None = None
     geometry: Geometry | None = None
     start: Start | None = None

@@ -38,6 +38,7 @@ KINDS = {
 }  # fmt: skip
 """Task -> what a record of it teaches."""
 _SECTIONS = ("custom_imports", "model", "tokenizer", "processor")
+_SMALL = "a small model of your own: docs/first_text_model.md, docs/first_vlm.md, docs/first_unified_model.md"
 _NUM_SAMPLED = 1000
 """Records that are looked at, spread over all."""
 
@@ -77,11 +78,11 @@ def find_input_model(name: str) -> ModelInput:
             what = "it is a checkpoint, which has no form for others"
             remedy = f"python tools/export.py {name} OUT (adapters: --merge); then --model OUT"
         elif not folder.exists():
-            what, remedy = "there is no such folder", suggestion(folder.name, names) or remedy
+            what, remedy = "there is no such folder", suggestion(folder.name, names) or _SMALL
         raise ConfigError(
             f"--model {name}: {what}",
             allowed="a directory of BAGEL, nanoVLM or a model of transformers that writes texts (config.json,"
-            " tokenizer, weights), OWNER/NAME of the hub, or for a new model the name of a shipped recipe",
+            f" tokenizer, weights), OWNER/NAME of the hub, or for a new model a recipe: {', '.join(shipped_configs())}",
             remedy=remedy,
         )
     format_ = next((one for one in recognised if one.complete), recognised[-1])  # the general one has chat templates

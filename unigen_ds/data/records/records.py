@@ -9,6 +9,7 @@ Also mixed in one file; ``docs/data/records.md`` shows an example of each::
     {messages: [{role, content: text or parts}], images}       OpenAI
     {images, texts: [{user, assistant}]}                       nanoVLM
     {image, caption}, {image, captions}                        an image with its text, or several to choose from
+    {image, question, answer}                                  a question about an image, or without one
     {image_list, instruction_list}                             BAGEL's edits
     {instruction, input_images, output_images}                 edits of several images, and sequences of images
 
@@ -43,6 +44,7 @@ _ROLES: dict[str, Role] = {
 _IMAGES, _CAPTIONS = ("image_path", "image"), ("captions", "caption")
 _INPUTS, _OUTPUTS = ("input_images", "input_image"), ("output_images", "output_image")
 """Keys of a layout, of which the first is used that a record has."""
+_ANSWER = ("question", "answer")
 
 
 class Turn(NamedTuple):
@@ -125,8 +127,8 @@ def parse_record(
     raise DataError(
         f"{where}: conversations is missing (the record has: {_key_names(record) or 'nothing'})",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
-        " {messages}, {images, texts}, {image, caption}, {image, captions}, {image_list, instruction_list} or"
-        " {instruction, input_images, output_images}",
+        " {messages}, {images, texts}, {image, caption}, {image, captions}, {image, question, answer},"
+        " {image_list, instruction_list} or {instruction, input_images, output_images}",
         remedy="other names: columns={'name in the file': 'text'}",
     )
 
@@ -318,8 +320,14 @@ def _question_turns(values: Values) -> list[Turn]:
     return turns
 
 
+def _answer_turns(values: Values) -> list[Turn]:
+    turns = [Turn("user", "image", image) for image in values.images(_image_key(values.record))]
+    question, answer = (values.text(values.record[key], key) for key in _ANSWER)
+    return [*turns, Turn("user", "text", question), Turn("assistant", "text", answer)]
+
+
 def _image_key(record: Record) -> str:
-    """Return the key that has the images of a record of LLaVA's, OpenAI's or nanoVLM's layout."""
+    """Return the key that has the images of a record whose layout does not name them one by one."""
     return "image" if record.get("image") is not None else "images"
 
 
@@ -448,6 +456,9 @@ RECORD_LAYOUTS: Mapping[str, _Kind] = {
     "caption": _Kind(
         lambda record, _: bool({*_CAPTIONS} & {*record}), lambda record: ("image", _first_key(record, *_CAPTIONS)),
         lambda values: _picture_turns(values, "image", _first_key(values.record, *_CAPTIONS)),
+    ),
+    "question": _Kind(
+        lambda record, _: {*_ANSWER} <= {*record}, lambda record: (_image_key(record), *_ANSWER), _answer_turns,
     ),
 }  # fmt: skip
 """Name of a layout -> the layout, in the order of the search. Only added to: positions are part of the index."""

@@ -152,7 +152,7 @@ IMAGE_BESIDE_JSON = "an image that the .json does not name"
 _KEYS = (
     "conversations", "text_prompt", "image_path", "image", "images", "text", "messages", "texts", "image_list",
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
-    "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON,
+    "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON, "question", "answer",
 )  # fmt: skip
 """All of the layouts, and what a source itself leaves out (``Row.unused``). Only added to, as ``RECORD_LAYOUTS``."""
 _CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")

@@ -23,7 +23,7 @@ from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.evaluation.provenance import Result, unlike
 from unigen_ds.hooks.base import Hook, Run
-from unigen_ds.hooks.evaluate.evaluate import check_result
+from unigen_ds.hooks.evaluate.evaluate import EvaluateHook, check_result
 from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.files import write_text_atomic
@@ -63,8 +63,12 @@ class MetricHook(Hook):
         self.metric, self.rule, self._where = metric, rule or rule_of(metric), where
         self._provenance: dict[str, str] = {}
 
+    def evaluation(self, run: Run) -> EvaluateHook | None:
+        """The hook that evaluates. Raises ``ConfigError`` where it can have no value of the metric."""
+        return check_result(run, self.metric, where=self._where)
+
     def before_run(self, run: Run) -> None:
-        if (evaluate := check_result(run, self.metric, where=self._where)) is not None:
+        if (evaluate := self.evaluation(run)) is not None:
             self._provenance = dict(evaluate.provenance(run, self.metric))
 
     def value_of(self, run: Run, metrics: Mapping[str, Any]) -> float | None:
@@ -106,12 +110,12 @@ class BestHook(MetricHook):
         self._commit: int | None = None
         """Commit number of the checkpoint of this run that retention must not delete."""
 
-    def before_run(self, run: Run) -> None:
+    def evaluation(self, run: Run) -> EvaluateHook | None:
         if not self._checkpoints(run):
             raise ConfigError(f"save_best={self.metric!r} without a CheckpointHook", remedy="add the hook that saves")
         if self._auto:
             self.metric = run.validation.main_loss
-        super().before_run(run)
+        return super().evaluation(run)
 
     def before_update(self, run: Run) -> None:
         """What was not saved at its own update is not the best one."""

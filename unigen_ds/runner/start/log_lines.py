@@ -103,6 +103,7 @@ def outcome_line(settings: Settings, datasets: Sequence[PlannedDataset], *, comp
         own = any(not name.startswith("unigen_ds.") for name in settings.custom_imports.imports)
         options = ["--image", "FILE"] * reads + ["--understand"] * (reads and family.drawing is not None)
         options += ["--prompt", "TEXT"] + ["--allow-custom-imports"] * own
+        options += [] if family.drawing or reads else ["--temperature", "0.7", "--max-length", "100"]
         commands.insert(0, command("generate", str(paths.get("best") or paths["newest"]), *options))
     elif not complete and Path(sys.argv[0]).stem in ("train", "unigen-train"):
         words = re.sub(r"--max-updates[ =]\d+ |--local\S+ ", "", f"{shlex.join(sys.argv[1:])} ")
