@@ -68,6 +68,14 @@ def test_a_config_without_problems(config, tmp_path, capsys):
     assert {result for check in checks.values() for result, _ in check} <= {"ok", "not checked"}, checks
 
 
+def test_a_warning_of_a_start_is_one_here(config, capsys):
+    path = config(tokenizer={"type": "WordTokenizer", "words": ["circle"]})
+    assert main([path, "--dry-run", "--json", "--batches", "2"]) == 0
+    assert any(
+        "words that the tokenizer does not have" in text for kind, text in results(capsys)["start"] if kind == "warning"
+    )
+
+
 def test_a_config_with_many_mistakes_has_a_problem_for_each(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -35,6 +35,7 @@ from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.registry import DRY_RUN_CHECKS
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.data.batches.statistics import start_lines
 from unigen_ds.hooks.save.best import MetricHook
 from unigen_ds.optim.optimizer import AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED
@@ -117,6 +118,7 @@ def check_start(known: Known) -> Iterator[Checked]:
     for source in start.data.skipped_sources:
         yield warning(f"data set {source.name} is skipped (on_error='skip'): {source.why}")
     stream = start.data.stream
+    yield from (warning(line) for warns, line in start_lines(stream) if warns)
     yield ok(
         f"{sum(map(len, stream.datasets)):,} records of {len(stream.names)} data set(s),"
         f" {stream.sequences_per_epoch:,} sequences an epoch"

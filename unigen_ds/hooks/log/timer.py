@@ -117,10 +117,10 @@ class IterTimerHook(Hook):
         self._seconds += seconds if self._num_updates > 1 else 0.0
         if self._num_updates == TOTAL_AFTER_UPDATES and dist.is_main() and self._sequences_left < float("inf"):
             per_update, size = self._seconds / (self._num_updates - 1), run.geometry.global_batch_size
-            total = timedelta(seconds=round(run.total_sequences / size * per_update))
+            total = timedelta(seconds=round(run.total_sequences // size * per_update))
             until = f"{datetime.now() + timedelta(seconds=self._sequences_left / size * per_update):%Y-%m-%d %H:%M}"
             logger().info("Estimated total time: %s (%.0f updates of %.3g s), until %s.",
-                          total, run.total_sequences / size, per_update, until)  # fmt: skip
+                          total, run.total_sequences // size, per_update, until)  # fmt: skip
         if self._num_updates > WARM_UP_UPDATES and not self._warnings.issuperset(BOUNDS):
             self._check_shares()
 
