@@ -270,17 +270,14 @@ def quick_digest(path: Path, *, blocks: int = 64) -> str:
 
 
 @contextmanager
-def hold_lock(path: Path) -> Iterator[OSError | None]:
-    """Wait for the lock of ``path``. Yields None, or why there is none (a file system without locks, a full disk): the
-    caller decides whether to continue. Soft locks, which a killed process leaves, are not used.
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``, or none where that cannot be had (a file system without locks, a full disk). Soft
+    locks, which a killed process leaves, are not used.
     """
     lock = FileLock(path, fallback_to_soft=False)
-    problem: OSError | None = None
-    try:
+    with contextlib.suppress(OSError):
         lock.acquire()
-    except OSError as error:
-        problem = error
     try:
-        yield problem
+        yield
     finally:
         lock.release()
