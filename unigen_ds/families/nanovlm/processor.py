@@ -16,12 +16,12 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import fingerprint
-from unigen_ds.data.images.augment import Augment
+from unigen_ds.data.images.augment import Augment, augment_image
 from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage, patchify
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Split
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, augment_image, unreadable
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, unreadable
 from unigen_ds.data.text.chat import RenderedChat
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.chat import Chat, ChatImage, ChatProcessor
