@@ -205,12 +205,8 @@ def file_digest(path: Path) -> str:
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
-@cache
-def _digest_now(path: Path, size: int, mtime_ns: int) -> str:
-    """``file_digest``, read once by a process, as long as the file's size and time stay."""
-    return file_digest(path)
-
-
+_digest_now = cache(lambda path, size, mtime_ns: file_digest(path))
+"""``file_digest``, read once by a process, as long as the file's size and time stay."""
 DIGESTS = "digests.json"
 """Beside the files of an export: path below the folder -> digest, as ``file_digest`` returns it."""
 
