@@ -32,7 +32,6 @@ from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.order.order import Cursor, Draw
 from unigen_ds.data.samples.processor import Processor
 from unigen_ds.data.samples.sample import LoadedSplit, piece_bounds, unit_tokens
-from unigen_ds.data.samples.splits import unreadable
 from unigen_ds.system.seeding import generator
 from unigen_ds.system.workers import Workers
 
@@ -203,11 +202,12 @@ def load(
     sample = whole if draw.piece >= 0 else whole.truncate(seq_length)
     for split in sample.splits:
         if split.error:
-            raise unreadable(split.source, split.error)
+            raise UnreadableImage(split.error, path=split.source)
     num_tokens = planned_tokens(dataset, draw.index)
     if whole.num_tokens != num_tokens:
         source = next((split.source for split in whole.splits if split.source), "")
-        raise unreadable(source, f"the sample has {whole.num_tokens} tokens, but {num_tokens} when it was indexed")
+        problem = f"the sample has {whole.num_tokens} tokens, but {num_tokens} when it was indexed"
+        raise UnreadableImage(problem, path=source)
     if draw.piece >= 0:
         start, stop = piece_bounds(whole.num_tokens, seq_length, draw.piece)
         sample = whole.part(int(start), int(stop))

@@ -145,9 +145,11 @@ AnyImage = str | Path | ImageContent
 
 
 class UnreadableImage(DataError):
-    """A picture cannot be opened or decoded. The loader turns it into a counted skip."""
+    """A picture, the one at ``path``, cannot be opened or decoded. The loader turns it into a counted skip."""
 
-    path = ""
+    def __init__(self, problem: str, *, path: str = "", **advice: str | None) -> None:
+        super().__init__(problem, **advice)
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
             reason = f"its content is none of the formats (read are {', '.join(FORMATS)})"
         elif isinstance(error, OSError) and error.errno is not None and error.strerror:
             reason = f"{type(error).__name__}: {error.strerror}"
-        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}") from error
+        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}", path=str(path)) from error
 
 
 def _bytes_of(path: AnyImage) -> IO[bytes]:

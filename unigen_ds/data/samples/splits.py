@@ -173,14 +173,12 @@ class ImageSplit(Split):
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedImage:
         vit = self.kind == "vit"
-        try:
-            image = self.pixels(processor)
-        except UnreadableImage as error:
-            raise unreadable(self.path, error.problem) from error
+        image = self.pixels(processor)
         stride = processor.vit_patch_size if vit else processor.vae_downsample
         grid = (image.shape[1] // stride, image.shape[2] // stride)
         if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
-            raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
+            problem = f"image {self.path} has {grid} patches, {self.grid} when it was planned"
+            raise UnreadableImage(problem, path=self.path)
         image = augment_image(image, processor.augment, processor.vit_augment if vit else (), key)
         if vit:
             return LoadedImage(self, vit_patches=patchify(image, stride))
@@ -244,12 +242,6 @@ def count_image(tally: Tally, split: Split) -> None:
     tally.image_tokens += split.num_tokens
     tally.tiles += split.num_encoded
     tally.unreadable += bool(split.error)
-
-
-def unreadable(path: str, why: str) -> UnreadableImage:
-    error = UnreadableImage(why)
-    error.path = path
-    return error
 
 
 def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
