@@ -45,23 +45,8 @@ _TURNS = dict(enumerate((
     Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90,
 ), start=2))  # fmt: skip
 """EXIF orientation -> what brings the picture upright."""
-_TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
-"""Environment variable with the limit of a run, which the processes that it starts have, too."""
-
-
-def limit_png_text(nbytes: int) -> None:
-    """The texts of a PNG file may have so many bytes, unpacked; in the processes that this one starts, too."""
-    os.environ[_TEXT_VARIABLE] = str(nbytes)
-    PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY = nbytes, nbytes
-
-
-def raise_png_text_limit() -> None:
-    """Replace PIL's 1 MiB, which refuses pictures of the web with long comments; a user's own number stays."""
-    if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:
-        PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = int(os.environ.get(_TEXT_VARIABLE, 100 << 20))
-
-
-raise_png_text_limit()
+if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:  # PIL's, which refuses pictures of the web; a user's own number stays
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 100 << 20
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
