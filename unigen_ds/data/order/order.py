@@ -71,6 +71,10 @@ class Draw(NamedTuple):
     piece: int = -1
     """Which piece of a record that is split (``overflow.py``); -1: the record."""
 
+    def __repr__(self) -> str:
+        piece = f", piece={self.piece}" if self.piece >= 0 else ""
+        return f"Draw(source={self.source}, index={self.index}, pass_number={self.pass_number}{piece})"
+
     def sample_id(self, names: Sequence[str]) -> str:
         """``source:index:pass``, of a piece ``...:piece``: of the ledger, and the key of all that is random in it."""
         piece = f":{self.piece}" if self.piece >= 0 else ""
