@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.images.image_files import ImageContent
 from unigen_ds.data.records.records import Turn, same_message
@@ -59,11 +57,6 @@ class ChatImage(Split):
 
     def count(self, tally: Tally) -> None:
         count_image(tally, self)
-
-    def read(self, processor: Any) -> Image.Image:
-        """The picture. Raises ``UnreadableImage`` that names the file."""
-        image: Image.Image = processor.read_image(self.content or self.path)
-        return image
 
 
 class ChatProcessor(ConversationProcessor):

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Annotated, Literal
@@ -175,8 +175,10 @@ def _decode(path: AnyImage) -> Image.Image:
 @contextmanager
 def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
     """The image, not decoded. Raises ``UnreadableImage``, also for errors of the block: it cannot be ``what``."""
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]  # with which this PIL was built
     try:
-        with _bytes_of(path) as source, Image.open(source, formats=_formats()) as image:
+        with _bytes_of(path) as source, Image.open(source, formats=formats) as image:
             width, height = image.size
             if min(width, height) < 1:
                 raise ValueError(f"its size is {width} x {height}")
@@ -207,13 +209,6 @@ def _shorten(value: object) -> str:
     """The beginning and the end of a long text: a record may have anything where a path is expected."""
     text = str(value)
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-100:]}"
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    """Those of ``FORMATS`` that this PIL was built with."""
-    Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _orientation(image: Image.Image) -> int:

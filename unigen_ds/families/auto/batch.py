@@ -74,7 +74,7 @@ class PictureSplit(ChatImage):
         tally.text_targets += sum(label >= 0 for label in self.labels)
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedPicture:
-        image = self.read(processor)
+        image = processor.read_image(self.content or self.path)
         if image.size != self.size:  # a file that was replaced between two readings
             problem = f"image {self.path} has {image.size} pixels, {self.size} when planned"
             raise UnreadableImage(problem, path=self.path)

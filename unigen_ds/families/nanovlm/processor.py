@@ -136,7 +136,7 @@ class TiledSplit(ChatImage):
         return self.num_tiles
 
     def load(self, processor: VLMProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
-        tiling, image = processor.tiling, self.read(processor)
+        tiling, image = processor.tiling, processor.read_image(self.content or self.path)
         grid, pixels = tiling.grid(*image.size), tiling.pixels(image)
         if num_tiles(grid) != self.num_tiles:  # a file that was replaced between two readings
             problem = f"image {self.path} has {num_tiles(grid)} tiles, {self.num_tiles} when planned"
