@@ -143,7 +143,7 @@ class Bench:
         dist.barrier()
         start = time.perf_counter()
         action()
-        return dist.max_floats([time.perf_counter() - start])[0]
+        return max(dist.gather_objects(time.perf_counter() - start))
 
     def plain(self) -> None:
         path = self.folder / f"plain{dist.rank()}"
@@ -172,7 +172,7 @@ class Bench:
             is_done = has_ended()
             waits.append(time.perf_counter() - now)
             if is_done:
-                return dist.max_floats([sum(waits)])[0], time.perf_counter() - start, updates
+                return max(dist.gather_objects(sum(waits))), time.perf_counter() - start, updates
 
     def of_dcp(self) -> tuple[Callable[[], Any], Callable[[], bool]]:
         """Begin and end of torch's asynchronous save of the same tensors."""

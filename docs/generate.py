@@ -38,7 +38,7 @@ from unigen_ds.core.batch import DEFAULT_WEIGHT  # noqa: E402
 from unigen_ds.data.sources.base import RecordSource  # noqa: E402
 from unigen_ds.families.base import families  # noqa: E402
 from unigen_ds.runner.settings.tree import PROCESSOR_KEYS, ModelSettings, Settings, family_of, load_config  # noqa: E402
-from unigen_ds.schedule import Curve  # noqa: E402
+from unigen_ds.schedule.curves import Curve  # noqa: E402
 
 LIMITS = (Ge, Gt, Le, Lt)
 PAGES = ROOT / "docs" / "configs"

@@ -11,8 +11,7 @@ import pytest
 
 from unigen_ds.config.registry import CURVES, component_problems
 from unigen_ds.config.values import fits
-from unigen_ds.schedule import Curve
-from unigen_ds.schedule.curves import NotNegative
+from unigen_ds.schedule.curves import Curve, NotNegative
 
 
 class Own:

@@ -452,8 +452,8 @@ def test_components_of_two_configs_are_paired_by_type_and_name(runs: Runs, tmp_p
     page = report(tmp_path / "a", tmp_path / "b", out=tmp_path / "both.html")
     rows = {row[0]: row[1:] for row in page.tables["comparison"][1][1:]}
     assert rows == {
-        "custom_hooks.EMAHook.momentum": ["0.1", "0.2"], "custom_hooks.EvaluateHook.interval": ["2", "3"],
-        "custom_hooks.LedgerHook#2.type": ["LedgerHook", "not given"],
+        "custom_hooks[EMAHook].momentum": ["0.1", "0.2"], "custom_hooks[EvaluateHook].interval": ["2", "3"],
+        "custom_hooks[LedgerHook#2].type": ["LedgerHook", "not given"],
     }  # fmt: skip
 
 

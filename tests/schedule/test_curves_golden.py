@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.golden_files import NANOVLM, read_json
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule import Schedules
+from unigen_ds.schedule.schedule import Schedules
 
 CURVES = read_json(NANOVLM / "lr.json")
 GEOMETRY = Geometry(batch_size=3, accumulative_counts=4, dp_size=2)

@@ -15,7 +15,7 @@ import torch
 from mmengine.optim import scheduler as mm
 
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule import Schedules
+from unigen_ds.schedule.schedule import Schedules
 
 BASE = (1e-4, 5e-3)
 PER_ITERATION = 8

@@ -11,8 +11,7 @@ from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
 
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule import Schedules, curves_text
-from unigen_ds.schedule.schedule import CurveList
+from unigen_ds.schedule.schedule import CurveList, Schedules, curves_text
 
 BASE = [{"name": "default", "lr": 1e-4}, {"name": "connector", "lr": 5e-3}, {"name": "frozen", "lr": 0.0}]
 WARMUP_COSINE = [

@@ -34,13 +34,13 @@ def json_values(value: Any, leaf: Callable[[Any], Any] = as_text) -> Any:
 
 
 def member_names(members: Sequence[Any]) -> list[str]:
-    """Names of members where lists are compared: type and name of a component, else the index; numbered if repeated."""
+    """``[name]`` of members where lists are compared: type and name of a component, else the index; numbered again."""
     names: list[str] = []
     for index, member in enumerate(members):
         parts = [member.get("type"), member.get("name")] if isinstance(member, Mapping) else []
         name = ":".join(str(part) for part in parts if part) or str(index)
-        again = sum(one.partition("#")[0] == name for one in names)
-        names.append(f"{name}#{again + 1}" if again else name)
+        again = sum(one.strip("[]").partition("#")[0] == name for one in names)
+        names.append(f"[{name}#{again + 1}]" if again else f"[{name}]")
     return names
 
 
@@ -59,7 +59,8 @@ def leaves(value: Any, leaf: Leaf = (), *, names: bool = False) -> Iterator[tupl
 
 def dotted_name(leaf: Leaf) -> str:
     """``('param_scheduler', 0, 'end')`` -> ``param_scheduler[0].end``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in leaf).removeprefix(".")
+    steps = (f"[{step}]" if isinstance(step, int) else step for step in leaf)
+    return "".join(step if step.startswith("[") else f".{step}" for step in steps).removeprefix(".")
 
 
 def stored_object(path: Path) -> dict[str, Any]:

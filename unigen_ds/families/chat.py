@@ -11,14 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.images.image_files import ImageContent, UnreadableImage
+from unigen_ds.data.images.image_files import ImageContent
 from unigen_ds.data.records.records import Turn, same_message
 from unigen_ds.data.samples.processor import ConversationProcessor, is_document
 from unigen_ds.data.samples.sample import Sample, Split, Tally
-from unigen_ds.data.samples.splits import TokenSplit, count_image, unreadable
+from unigen_ds.data.samples.splits import TokenSplit, count_image
 from unigen_ds.data.text.chat import RenderedChat, encode_chats, next_token_labels
 
 
@@ -59,14 +57,6 @@ class ChatImage(Split):
 
     def count(self, tally: Tally) -> None:
         count_image(tally, self)
-
-    def read(self, processor: Any) -> Image.Image:
-        """The picture. Raises ``UnreadableImage`` that names the file."""
-        try:
-            image: Image.Image = processor.read_image(self.content or self.path)
-        except UnreadableImage as error:
-            raise unreadable(self.path, error.problem) from error
-        return image
 
 
 class ChatProcessor(ConversationProcessor):

@@ -22,7 +22,6 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.shards import STEP
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = tuple(COMPUTE_DTYPE)
 AUTO_PRECISION = "auto"
 WHERE = "optim_wrapper.optimizer"
 OptimizerKind = str | type[torch.optim.Optimizer]
@@ -83,7 +82,7 @@ def settled_precision(precision: str, of_checkpoint: str | None = None) -> str:
     it, such as one that emulates it. A CPU computes bf16 always, fp16 not under every engine."""
     if precision != AUTO_PRECISION:
         return precision
-    choice = of_checkpoint if of_checkpoint in PRECISIONS else "bf16"
+    choice = of_checkpoint if of_checkpoint in COMPUTE_DTYPE else "bf16"
     return "fp16" if choice == "bf16" and not computes_bf16() else choice
 
 

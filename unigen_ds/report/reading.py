@@ -22,7 +22,7 @@ from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
 from unigen_ds.checkpoint.saver import CONFIG_FILE
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.core.json_values import leaves
+from unigen_ds.core.json_values import dotted_name, leaves
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
 from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, TIMELINE_FILE, in_effect, parse_lines
 
@@ -322,7 +322,7 @@ def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def flat(config: Mapping[str, Any], *, names: bool = False) -> dict[str, Any]:
     """Dotted key -> value, as of ``leaves``."""
-    return {".".join(map(str, leaf)): value for leaf, value in leaves(config, names=names) if leaf}
+    return {dotted_name(leaf): value for leaf, value in leaves(config, names=names) if leaf}
 
 
 def attempt(name: str, read: Callable[[], _T], default: _T, problems: Problems) -> _T:

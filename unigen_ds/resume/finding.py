@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ResumeBlocked
-from unigen_ds.core.json_values import member_names
+from unigen_ds.core.json_values import dotted_name, leaves
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import first_names, misfit
 from unigen_ds.data.batches.change import DataChange
@@ -171,15 +171,10 @@ def _is_size(key: str) -> bool:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of all that is no section. A component in a list is named by ``member_names``."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{path}.{key}")
-    elif isinstance(value, (list, tuple)) and any(isinstance(inner, Mapping) for inner in value):
-        for name, inner in zip(member_names(value), value, strict=True):
-            yield from _leaves(inner, f"{path}[{name}]")
-    elif value is not None:
-        yield path, list(value) if isinstance(value, tuple) else value
+    """(dotted key, value) of all that is given and no section; a component in a list is ``[name]``."""
+    for leaf, one in leaves(value, (path,), names=True):
+        if one is not None and one != {}:
+            yield dotted_name(leaf), list(one) if isinstance(one, tuple) else one
 
 
 def model_findings(

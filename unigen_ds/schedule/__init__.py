@@ -1,6 +1,5 @@
-"""Layer 2: learning-rate schedules as pure functions of progress. Imports ``core`` only."""
+"""Learning rates as functions of progress.
 
-from unigen_ds.schedule.curves import Curve, PlacedCurve
-from unigen_ds.schedule.schedule import Schedules, curves_text
-
-__all__ = ["Curve", "PlacedCurve", "Schedules", "curves_text"]
+In: the curves of a config, in its units. Out: the learning rate of each parameter group at any progress, of which
+nothing can be lost. ``curves.py`` has the curves; the class to know is ``Schedules`` (``schedule.py``).
+"""

@@ -214,14 +214,6 @@ def sum_floats(values: Sequence[float]) -> list[float]:
     return PendingSum(values).wait()
 
 
-def max_floats(values: Sequence[float]) -> list[float]:
-    """The largest over ranks of each of a list of float64, on the CPU. Collective."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    if not _alone():
-        td.all_reduce(tensor, op=td.ReduceOp.MAX)
-    return tensor.tolist()
-
-
 def gather_objects(value: Any) -> list[Any]:
     """The value of every rank, on every rank. For small values of our own making. Collective."""
     if _alone():

@@ -205,12 +205,8 @@ def file_digest(path: Path) -> str:
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
 
-@cache
-def _digest_now(path: Path, size: int, mtime_ns: int) -> str:
-    """``file_digest``, read once by a process, as long as the file's size and time stay."""
-    return file_digest(path)
-
-
+_digest_now = cache(lambda path, size, mtime_ns: file_digest(path))
+"""``file_digest``, read once by a process, as long as the file's size and time stay."""
 DIGESTS = "digests.json"
 """Beside the files of an export: path below the folder -> digest, as ``file_digest`` returns it."""
 
@@ -270,17 +266,14 @@ def quick_digest(path: Path, *, blocks: int = 64) -> str:
 
 
 @contextmanager
-def hold_lock(path: Path) -> Iterator[OSError | None]:
-    """Wait for the lock of ``path``. Yields None, or why there is none (a file system without locks, a full disk): the
-    caller decides whether to continue. Soft locks, which a killed process leaves, are not used.
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``, or none where that cannot be had (a file system without locks, a full disk). Soft
+    locks, which a killed process leaves, are not used.
     """
     lock = FileLock(path, fallback_to_soft=False)
-    problem: OSError | None = None
-    try:
+    with contextlib.suppress(OSError):
         lock.acquire()
-    except OSError as error:
-        problem = error
     try:
-        yield problem
+        yield
     finally:
         lock.release()

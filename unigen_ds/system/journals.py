@@ -34,7 +34,8 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record; NaN and infinity become null. Raises ``OSError`` where it is still pending."""
-        self.pending.append((json.dumps(json_values(record, _finite), allow_nan=False) + "\n").encode())
+        plain = json_values(record, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
+        self.pending.append((json.dumps(plain, allow_nan=False) + "\n").encode())
         self.write_pending()
 
     def write_pending(self) -> None:
@@ -81,10 +82,6 @@ class JsonLines:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             os.close(descriptor)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ENVIRONMENT, ROOT
+from tests.support.processes import ENVIRONMENT, ROOT, run
 from unigen_ds.system.journals import read_lines
 
 MOST_LINES = 100
@@ -25,7 +24,7 @@ def follow(page: str, folder: Path) -> str:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
     (folder / "tools").symlink_to(ROOT / "tools")
-    environment, output = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}, ""
+    output = ""
     for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
         if language == "python":
             name = re.match(r"# (\S+\.py)", body)
@@ -35,14 +34,7 @@ def follow(page: str, folder: Path) -> str:
             words = shlex.split(line, comments=True)
             if words and "--serve" not in words and "tools/app.py" not in words and words[0] != "pip":
                 assert words[0] == "python", line
-                result = subprocess.run(
-                    [sys.executable, *words[1:]],
-                    cwd=folder,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
+                result = run([sys.executable, *words[1:]], cwd=folder, env=ENVIRONMENT, text=True)
                 assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
                 output += result.stdout + result.stderr
     return output

@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 
 from tests.tiny import tiny_config
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.images.image_files import image_header, raise_png_text_limit
+from unigen_ds.data.images.image_files import image_header
 from unigen_ds.data.index import index as index_module
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import environment
@@ -89,25 +89,13 @@ def test_defaults_that_a_users_value_overrides(
 
 
 def test_the_texts_of_a_png_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PIL alone refuses more than 1 MiB in one; a number of the user's holds for the processes that a run starts."""
-    for name in ("MAX_TEXT_CHUNK", "MAX_TEXT_MEMORY"):
-        monkeypatch.setattr(PngImagePlugin, name, getattr(PngImagePlugin, name))
-    monkeypatch.setenv("UNIGEN_DS_PNG_TEXT_BYTES", "x")
-    monkeypatch.delenv("UNIGEN_DS_PNG_TEXT_BYTES")
+    """PIL alone refuses more than 1 MiB in one; a user's own number holds."""
     note = PngImagePlugin.PngInfo()
     note.add_text("comment", "a" * (3 << 20), zip=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=note)
     assert image_header(tmp_path / "a.png").size == (8, 8)
-    environment.apply_variables(environment.Environment(png_text_bytes=2 << 20))
+    monkeypatch.setattr(PngImagePlugin, "MAX_TEXT_CHUNK", 2 << 20)
     assert "too large" in image_header(tmp_path / "a.png").error
-    assert os.environ["UNIGEN_DS_PNG_TEXT_BYTES"] == str(2 << 20)
-    for own, value, expected in ((1 << 20, "55", 55), (1 << 20, None, 100 << 20), (77, None, 77)):
-        monkeypatch.setattr(PngImagePlugin, "MAX_TEXT_CHUNK", own)  # as PIL, or a user's module, has it at the import
-        monkeypatch.setenv("UNIGEN_DS_PNG_TEXT_BYTES", value or "")
-        if value is None:
-            monkeypatch.delenv("UNIGEN_DS_PNG_TEXT_BYTES")
-        raise_png_text_limit()
-        assert expected == PngImagePlugin.MAX_TEXT_CHUNK
 
 
 def test_a_generator_of_another_device(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

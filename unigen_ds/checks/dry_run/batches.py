@@ -26,7 +26,7 @@ from unigen_ds.checks.memory.traced import fake_group, one_update, prepare, with
 from unigen_ds.core.batch import Batch, check_counts
 from unigen_ds.core.errors import UnigenError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.data.batches.loader import BatchLoader, RowSource
+from unigen_ds.data.batches.loader import BatchLoader, collate
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.runner.settings.tree import Settings
 from unigen_ds.runner.start.build import build_optimizer_config
@@ -46,11 +46,12 @@ def check_batches(known: Known) -> Iterator[Checked]:
     of_ranks = [rows[i : i + size][rank :: geometry.dp_size] for i in range(0, len(rows), size)
                 for rank in range(geometry.dp_size)]  # fmt: skip
     batches = FirstBatches(geometry.accumulative_counts, [[] for _ in range(geometry.dp_size)])
+    make = partial(collate, datasets=stream.sources, processor=start.data.processor, names=stream.names,
+                   seq_length=stream.sample_length)  # fmt: skip
+    workers = min(loading.num_workers, num_cores())
     loader = BatchLoader(
-        RowSource(stream.sources, stream.names, stream.sample_length), start.data.processor, of_ranks,
-        num_workers=min(loading.num_workers, num_cores()), prefetch_factor=loading.prefetch_factor,
-        timeout=loading.timeout,
-    )  # fmt: skip
+        make, of_ranks, num_workers=workers, prefetch_factor=loading.prefetch_factor, timeout=loading.timeout
+    )
     try:
         for i in range(len(of_ranks)):
             try:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,7 +32,6 @@ from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.order.order import Cursor, Draw
 from unigen_ds.data.samples.processor import Processor
 from unigen_ds.data.samples.sample import LoadedSplit, piece_bounds, unit_tokens
-from unigen_ds.data.samples.splits import unreadable
 from unigen_ds.system.seeding import generator
 from unigen_ds.system.workers import Workers
 
@@ -75,8 +74,9 @@ class UpdateLoader:
         self.geometry, self._dp_rank = geometry, dp_rank
         self._pending: deque[tuple[Cursor, list[PackedRow]]] = deque()
         """Cursor and rows of each iteration that is loaded and not yet used."""
-        source = RowSource(stream.sources, stream.names, stream.sample_length)
-        self._batches = BatchLoader(source, processor, self._rows(stream, cursor or Cursor()), seed=seed, **loading)
+        make = partial(collate, datasets=stream.sources, processor=processor, seq_length=stream.sample_length,
+                       seed=seed, names=stream.names)  # fmt: skip
+        self._batches = BatchLoader(make, self._rows(stream, cursor or Cursor()), **loading)
 
     def _rows(self, stream: SequenceStream, cursor: Cursor) -> Iterator[list[PackedRow]]:
         """Yield the rows of this rank, iteration by iteration, in the main process."""
@@ -103,37 +103,25 @@ class UpdateLoader:
         self._pending.clear()
 
 
-@dataclass(frozen=True)
-class RowSource:
-    """What the draws of rows point into."""
-
-    datasets: Sequence[PlannedDataset]
-    names: Sequence[str]
-    seq_length: int
-
-
 class BatchLoader:
-    """One batch for each list of rows, made here or by workers, which read ahead of ``next``. ``close`` when done."""
+    """``make`` of each list of rows, called here or by workers, which read ahead of ``next``. ``close`` when done."""
 
     def __init__(
         self,
-        source: RowSource,
-        processor: Processor,
+        make: Callable[[list[PackedRow]], Batch],
         iterations: Iterable[list[PackedRow]],
-        *,
-        seed: int | None = None,
         **loading: Unpack[Loading],
     ) -> None:
         num_workers = loading.get("num_workers", 0)
         pin = loading.get("pin_memory", False) and torch.accelerator.is_available()
-        make = partial(_load, source, processor, seed, num_workers > 0 or pin)
         receive = partial(Packet.unpack, pin=True) if pin else None
+        pack = partial(_pack, make)
 
         def begin() -> Iterator[Any]:
             if num_workers:
                 ahead, timeout = loading.get("prefetch_factor") or 2, loading.get("timeout", 0.0)
-                return Workers(make, iterations, num_workers, ahead=ahead, timeout=timeout, on_arrival=receive)
-            return map(make, iterations) if receive is None else map(receive, map(make, iterations))
+                return Workers(pack, iterations, num_workers, ahead=ahead, timeout=timeout, on_arrival=receive)
+            return map(make, iterations) if receive is None else map(receive, map(pack, iterations))
 
         self._begin = begin
         self._batches: Iterator[Batch | Packet] | None = None
@@ -154,11 +142,8 @@ class BatchLoader:
         self._batches, self.closed = None, True
 
 
-def _load(
-    source: RowSource, processor: Processor, seed: int | None, packed: bool, rows: Sequence[PackedRow]
-) -> Batch | Packet:
-    batch = collate(rows, source.datasets, processor, seq_length=source.seq_length, seed=seed, names=source.names)
-    return Packet.pack(batch) if packed else batch
+def _pack(make: Callable[[list[PackedRow]], Batch], rows: list[PackedRow]) -> Packet:
+    return Packet.pack(make(rows))
 
 
 # --- one batch ----------------------------------------------------------------------------------------------------
@@ -217,11 +202,12 @@ def load(
     sample = whole if draw.piece >= 0 else whole.truncate(seq_length)
     for split in sample.splits:
         if split.error:
-            raise unreadable(split.source, split.error)
+            raise UnreadableImage(split.error, path=split.source)
     num_tokens = planned_tokens(dataset, draw.index)
     if whole.num_tokens != num_tokens:
         source = next((split.source for split in whole.splits if split.source), "")
-        raise unreadable(source, f"the sample has {whole.num_tokens} tokens, but {num_tokens} when it was indexed")
+        problem = f"the sample has {whole.num_tokens} tokens, but {num_tokens} when it was indexed"
+        raise UnreadableImage(problem, path=source)
     if draw.piece >= 0:
         start, stop = piece_bounds(whole.num_tokens, seq_length, draw.piece)
         sample = whole.part(int(start), int(stop))

@@ -342,10 +342,7 @@ class SequenceStream:
         cursor = cursor or Cursor()
         self._take_over(cursor)
         rows = self._single_rows(cursor) if self.packer is None else self._packed_rows(cursor)
-        skips = self.skips
-        if not skips:
-            return rows
-        return (pair for pair in rows if not any(one.first < pair[1].sequences <= one.stop for one in skips))
+        return (pair for pair in rows if not any(one.first < pair[1].sequences <= one.stop for one in self.skips))
 
     def _take_over(self, cursor: Cursor) -> None:
         """What the cursor knows of its position, so that nothing before it is planned again."""

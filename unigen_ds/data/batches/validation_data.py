@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 from typing_extensions import Unpack
 
 from unigen_ds.core.batch import Batch
-from unigen_ds.data.batches.loader import BatchLoader, Loading, RowSource
+from unigen_ds.data.batches.loader import BatchLoader, Loading, collate
 from unigen_ds.data.batches.stream import PackedRow
 from unigen_ds.data.datasets.overflow import FittedSource
 from unigen_ds.data.datasets.subset import whole_of
@@ -81,8 +82,8 @@ class ValidationData:
                 rows: list[PackedRow] = [(draw,) for draw in draws[first : first + step]]
                 rows += [()] * (step - len(rows))
                 iterations.append((name, rows[dp_rank::dp_size]))
-        source = RowSource(self.sources, self.names, self.seq_length)
-        loader = BatchLoader(source, self.processor, [rows for _, rows in iterations], seed=self.seed, **self._loading)
-        with closing(loader):
+        make = partial(collate, datasets=self.sources, processor=self.processor, seq_length=self.seq_length,
+                       seed=self.seed, names=self.names)  # fmt: skip
+        with closing(BatchLoader(make, [rows for _, rows in iterations], **self._loading)) as loader:
             for name, _ in iterations:
                 yield name, loader.next()

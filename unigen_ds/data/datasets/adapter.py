@@ -12,7 +12,6 @@ import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
@@ -29,8 +28,8 @@ from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.datasets.dataset import ScannedDataset
 from unigen_ds.data.records.unusable import NUM_LISTED, BadRecord, OnRecordError, unusable_error
 from unigen_ds.data.samples.processor import ConversationProcessor
-from unigen_ds.data.samples.sample import Array, Counts, Sample, Split, Tally, count, record_digest
-from unigen_ds.data.samples.splits import ImageKind, TokenSplit
+from unigen_ds.data.samples.sample import IGNORED, Array, Counts, Sample, Split, count, record_digest
+from unigen_ds.data.samples.splits import ImageKind, TextSplit, TokenSplit
 from unigen_ds.system.seeding import derive_seed
 
 
@@ -147,7 +146,9 @@ class DatasetAdapter(ScannedDataset):
             tokens, images = value if isinstance(value, (tuple, list)) and len(value) == 2 else (value, ())
             if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 0:
                 raise DataError(f"{where} is {value!r}", allowed="tokens, or (tokens, [(height, width, role), ...])")
-            splits: list[Split] = [_Tokens(int(tokens))]
+            # of the ids only the number is known
+            text = TextSplit(range(int(tokens)), loss=True, begins=False, following=IGNORED)  # type: ignore[arg-type]
+            splits: list[Split] = [text]
             for height, width, *role in images:
                 kind = self._kind(role[0] if role else None, where)
                 channels = self.processor.vit_channels if kind == "vit" else self.processor.vae_channels
@@ -213,20 +214,6 @@ _LARGEST = 16.0
 """Largest absolute value of a pixel: with published means and deviations it is below 5."""
 _ROLES: dict[str, ImageKind] = {"target": "noise", "condition": "vit", "edited": "vae"}
 """Role of an image of a user's own data set -> how the image is encoded."""
-
-
-@dataclass(frozen=True)
-class _Tokens(Split):
-    """Text tokens of which only the number is known."""
-
-    number: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.number
-
-    def count(self, tally: Tally) -> None:
-        tally.text_targets += max(self.number - 1, 0)
 
 
 def _make(spec: Mapping[str, Any]) -> Any:

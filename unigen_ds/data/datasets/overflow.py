@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from unigen_ds.core.errors import DataError
+from unigen_ds.core.shards import first_names
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.subset import filtering_of, record_number, sample_ids
@@ -30,7 +31,6 @@ _BY_KIND: dict[str | None, dict[str, Action]] = {
     None: {"text": "split", "conversation": "skip", "images": "skip"},
     "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
 }
-_EXAMPLES = 5
 _MOST_LOST = 0.5
 
 
@@ -167,7 +167,7 @@ def overflow_line(report: Mapping[str, Any]) -> str:
     records, limit = report["records"], f"{report['key']} {report['seq_length']:,}"
     if not report["longer"]:
         return f"all {records:,} records fit {limit}: 0.0% of the targets are lost"
-    more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({_first(report['skipped_records'])})"}
+    more = {"split": f" into {report['pieces']:,} samples", "skipped": f" ({first_names(report['skipped_records'])})"}
     parts = [f"{report[what]:,} {what}{more.get(what, '')}" for what in _OUTCOMES.values() if report[what]]
     targets = (
         f"{report[f'{kind}_targets_lost']:,} of {report[f'{kind}_targets']:,} {kind} targets"
@@ -180,17 +180,13 @@ def overflow_line(report: Mapping[str, Any]) -> str:
     )
 
 
-def _first(ids: Sequence[str]) -> str:
-    return ", ".join(ids[:_EXAMPLES]) + ", ..." * (len(ids) > _EXAMPLES)
-
-
 def check_refused(source: FittedSource, name: str, title: str) -> None:
     """Raise ``DataError`` where a record is too long and ``overflow`` is 'error'. ``name``: as in sample ids."""
     records, limit, key = source.by_action["error"], source.overflow.seq_length, source.overflow.key
     if records.size:
         raise DataError(
             f"{title}: {len(records):,} of {len(source.dataset):,} records are longer than {key} {limit:,}"
-            f" ({_first(sample_ids(name, source.dataset, records))}), and train_dataloader.overflow is 'error'",
+            f" ({first_names(sample_ids(name, source.dataset, records))}), and train_dataloader.overflow is 'error'",
             remedy=f"{key} of at least {int(source.dataset.lengths()[0].max()):,}, or another overflow:"
             " 'split', 'truncate' or 'skip'",
         )

@@ -82,12 +82,17 @@ def transform_problems(cls: type, where: str, *, changes: bool) -> list[ConfigEr
     return [ConfigError(problem, allowed=", ".join(sorted(fitting)), remedy=f"it belongs to {other}")]
 
 
-def apply_changes(image: Tensor, changes: Sequence[Augment], key: tuple[object, ...]) -> Tensor:
-    """``image`` after the changes, each keyed by ``key`` and its number. Raises ``DataError`` for another shape."""
-    for number, change in enumerate(changes):
-        after = change(image, generator(*key, "augment", number))
-        if after.shape != image.shape:
-            problem = f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}"
-            raise DataError(problem, allowed="the same shape: lengths are planned before an image is read")
-        image = after
+def augment_image(
+    image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
+) -> Tensor:
+    """``image`` after changes of its record, then its own, each keyed by its number. ``key``: of its split, its number
+    last; None: as it is. Raises ``DataError`` for another shape.
+    """
+    for changes, own_key in ((of_record, key[:-1]), (of_image, key)) if key is not None else ():
+        for number, change in enumerate(changes):
+            after = change(image, generator(*own_key, "augment", number))
+            if after.shape != image.shape:
+                problem = f"{type(change).__name__} returned {tuple(after.shape)} for an image of {tuple(image.shape)}"
+                raise DataError(problem, allowed="the same shape: lengths are planned before an image is read")
+            image = after
     return image

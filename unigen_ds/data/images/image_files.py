@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Annotated, Literal
@@ -45,23 +45,8 @@ _TURNS = dict(enumerate((
     Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90,
 ), start=2))  # fmt: skip
 """EXIF orientation -> what brings the picture upright."""
-_TEXT_VARIABLE = "UNIGEN_DS_PNG_TEXT_BYTES"
-"""Environment variable with the limit of a run, which the processes that it starts have, too."""
-
-
-def limit_png_text(nbytes: int) -> None:
-    """The texts of a PNG file may have so many bytes, unpacked; in the processes that this one starts, too."""
-    os.environ[_TEXT_VARIABLE] = str(nbytes)
-    PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY = nbytes, nbytes
-
-
-def raise_png_text_limit() -> None:
-    """Replace PIL's 1 MiB, which refuses pictures of the web with long comments; a user's own number stays."""
-    if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:
-        PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = int(os.environ.get(_TEXT_VARIABLE, 100 << 20))
-
-
-raise_png_text_limit()
+if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:  # PIL's, which refuses pictures of the web; a user's own number stays
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 100 << 20
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -145,9 +130,11 @@ AnyImage = str | Path | ImageContent
 
 
 class UnreadableImage(DataError):
-    """A picture cannot be opened or decoded. The loader turns it into a counted skip."""
+    """A picture, the one at ``path``, cannot be opened or decoded. The loader turns it into a counted skip."""
 
-    path = ""
+    def __init__(self, problem: str, *, path: str = "", **advice: str | None) -> None:
+        super().__init__(problem, **advice)
+        self.path = path
 
 
 @dataclass(frozen=True)
@@ -188,8 +175,10 @@ def _decode(path: AnyImage) -> Image.Image:
 @contextmanager
 def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
     """The image, not decoded. Raises ``UnreadableImage``, also for errors of the block: it cannot be ``what``."""
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]  # with which this PIL was built
     try:
-        with _bytes_of(path) as source, Image.open(source, formats=_formats()) as image:
+        with _bytes_of(path) as source, Image.open(source, formats=formats) as image:
             width, height = image.size
             if min(width, height) < 1:
                 raise ValueError(f"its size is {width} x {height}")
@@ -204,7 +193,7 @@ def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
             reason = f"its content is none of the formats (read are {', '.join(FORMATS)})"
         elif isinstance(error, OSError) and error.errno is not None and error.strerror:
             reason = f"{type(error).__name__}: {error.strerror}"
-        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}") from error
+        raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}", path=str(path)) from error
 
 
 def _bytes_of(path: AnyImage) -> IO[bytes]:
@@ -220,13 +209,6 @@ def _shorten(value: object) -> str:
     """The beginning and the end of a long text: a record may have anything where a path is expected."""
     text = str(value)
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-100:]}"
-
-
-@cache
-def _formats() -> tuple[str, ...]:
-    """Those of ``FORMATS`` that this PIL was built with."""
-    Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def _orientation(image: Image.Image) -> int:

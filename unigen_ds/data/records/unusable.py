@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError, close, short_value
+from unigen_ds.core.shards import first_names
 from unigen_ds.data.records.records import RECORD_LAYOUTS, Layout, layout_of
 from unigen_ds.data.samples.sample import Array
 
@@ -69,8 +70,7 @@ def instead_of(path: Path, suffixes: Sequence[str]) -> str:
     inside = sorted(file.name for file in folder.iterdir() if file.suffix.lower() in suffixes)
     if near := close(path.name, inside):
         return f"did you mean {str(folder / near)!r}?"
-    more = f" and {len(inside) - 5} more" if len(inside) > 5 else ""
-    return f"{folder} has {', '.join(inside[:5])}{more}" if inside else f"{folder} has no such file"
+    return f"{folder} has {first_names(inside) or 'no such file'}"
 
 
 def decode_text(raw: bytes, where: object, *, encoding: str = "utf-8-sig", first: int = 0, of: str = "") -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.core.batch import CAUSAL, FULL, NOISE, PackedBatch
-from unigen_ds.data.images.augment import Augment, apply_changes
+from unigen_ds.data.images.augment import augment_image
 from unigen_ds.data.images.image_files import ImageContent, UnreadableImage, patchify
 from unigen_ds.data.samples.sample import IGNORED, LoadedSplit, Split, Tally, TextTokenizer
 from unigen_ds.system.seeding import generator
@@ -32,8 +32,20 @@ END = -1
 """The value of ``TextSplit.following`` that means the end token."""
 
 
+class _Ids(Split):
+    """Token ids, which need no loading."""
+
+    def count(self: Any, tally: Tally) -> None:
+        tally.text_targets += self.num_targets
+        if tally.unk_id is not None:
+            tally.unknown += self.ids.count(tally.unk_id)
+
+    def load(self, processor: Any, key: tuple[object, ...] | None) -> Any:
+        return self
+
+
 @dataclass(frozen=True)
-class TextSplit(Split):
+class TextSplit(_Ids):
     """A text, or a part of one; ``ids`` without begin and end. ``droppable``: condition dropout may remove it."""
 
     ids: tuple[int, ...]
@@ -58,18 +70,12 @@ class TextSplit(Split):
         ids = self.ids[max(start - 1, 0) : stop - 1]
         return replace(self, ids=ids, begins=start == 0, following=following)
 
-    def count(self, tally: Tally) -> None:
-        count_text(tally, self)
-
     def shortened(self, num_tokens: int) -> TextSplit | None:
         return replace(self.part(0, num_tokens), following=IGNORED) if num_tokens > 1 else None
 
     @property
     def condition(self) -> str | None:
         return "text" if self.droppable else None
-
-    def load(self, processor: Any, key: tuple[object, ...] | None) -> TextSplit:
-        return self
 
     def place(self, builder: PackedBuilder, position: int) -> int:
         ids, targets = text_tokens(self, builder.tokenizer)
@@ -78,7 +84,7 @@ class TextSplit(Split):
 
 
 @dataclass(frozen=True)
-class TokenSplit(Split):
+class TokenSplit(_Ids):
     """Ids from a user's own data set; nothing is added. ``labels[i]`` is what position i predicts (-100: nothing)."""
 
     ids: tuple[int, ...]
@@ -100,17 +106,11 @@ class TokenSplit(Split):
     def part(self, start: int, stop: int) -> TokenSplit:
         return TokenSplit(self.ids[start:stop], self.labels[start:stop])
 
-    def count(self, tally: Tally) -> None:
-        count_text(tally, self)
-
     def shortened(self, num_tokens: int) -> TokenSplit | None:
         if num_tokens < 1:
             return None
         first = self.part(0, num_tokens)
         return replace(first, labels=(*first.labels[:-1], IGNORED))
-
-    def load(self, processor: Any, key: tuple[object, ...] | None) -> TokenSplit:
-        return self
 
     def place(self, builder: PackedBuilder, position: int) -> int:
         builder.add_tokens(self.ids, self.labels, position)
@@ -173,14 +173,12 @@ class ImageSplit(Split):
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedImage:
         vit = self.kind == "vit"
-        try:
-            image = self.pixels(processor)
-        except UnreadableImage as error:
-            raise unreadable(self.path, error.problem) from error
+        image = self.pixels(processor)
         stride = processor.vit_patch_size if vit else processor.vae_downsample
         grid = (image.shape[1] // stride, image.shape[2] // stride)
         if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
-            raise unreadable(self.path, f"image {self.path} has {grid} patches, {self.grid} when it was planned")
+            problem = f"image {self.path} has {grid} patches, {self.grid} when it was planned"
+            raise UnreadableImage(problem, path=self.path)
         image = augment_image(image, processor.augment, processor.vit_augment if vit else (), key)
         if vit:
             return LoadedImage(self, vit_patches=patchify(image, stride))
@@ -217,7 +215,7 @@ class LoadedImage:
             builder.add_patches(self.vit_patches, index, positions, (number,))
         noise = split.kind == "noise"
         if self.vae_image is not None:
-            builder.add_latent(self, start + 1)
+            builder.latents.append((self, start + 1))
         builder.add_split(split.num_tokens, NOISE if noise else FULL, torch.full((split.num_tokens,), position))
         return position + (not noise)
 
@@ -239,32 +237,11 @@ def text_tokens(split: TextSplit, tokenizer: TextTokenizer) -> tuple[tuple[int, 
     return ids, targets  # type: ignore[return-value]
 
 
-def count_text(tally: Tally, split: TextSplit | TokenSplit) -> None:
-    tally.text_targets += split.num_targets
-    if tally.unk_id is not None:
-        tally.unknown += split.ids.count(tally.unk_id)
-
-
 def count_image(tally: Tally, split: Split) -> None:
     tally.images += 1
     tally.image_tokens += split.num_tokens
     tally.tiles += split.num_encoded
     tally.unreadable += bool(split.error)
-
-
-def augment_image(
-    image: Tensor, of_record: Sequence[Augment], of_image: Sequence[Augment], key: tuple[object, ...] | None
-) -> Tensor:
-    """``image`` after changes of its record, then its own. ``key``: of its split, its number last; None: as it is."""
-    if key is None or not (of_record or of_image):
-        return image
-    return apply_changes(apply_changes(image, of_record, key[:-1]), of_image, key)
-
-
-def unreadable(path: str, why: str) -> UnreadableImage:
-    error = UnreadableImage(why)
-    error.path = path
-    return error
 
 
 def _normal(shape: tuple[int, ...], key: tuple[object, ...]) -> Tensor:
@@ -289,7 +266,8 @@ class PackedBuilder:
         self._target_weight: list[float] = []
         self._patches: list[tuple[Tensor, Tensor, Tensor]] = []
         self._patch_lengths: list[int] = []
-        self._latents: list[tuple[LoadedImage, int]] = []
+        self.latents: list[tuple[LoadedImage, int]] = []
+        """Images for the autoencoder, and the index at which the latent patches of each begin."""
 
     def add_document(self, loaded: Sequence[LoadedSplit]) -> None:
         """One sample, as its loaded splits. Rotary positions restart at 0."""
@@ -333,10 +311,6 @@ class PackedBuilder:
         self._patches.append((patches, index, position_ids))
         self._patch_lengths += lengths
 
-    def add_latent(self, image: LoadedImage, start: int) -> None:
-        """An image for the autoencoder, whose latent patches begin at index ``start``."""
-        self._latents.append((image, start))
-
     def batch(
         self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]
     ) -> PackedBatch:
@@ -346,12 +320,12 @@ class PackedBuilder:
         patches, vit_index, vit_positions = zip(*self._patches, strict=True) if self._patches else ((), (), ())
         width = processor.vit_channels * processor.vit_patch_size**2
         p, z, down = processor.latent_patch_size, processor.latent_channels, processor.vae_spatial_downsample
-        grids = tuple(image.split.grid for image, _ in self._latents)
+        grids = tuple(image.split.grid for image, _ in self.latents)
         rows, columns = max((g[0] for g in grids), default=1), max((g[1] for g in grids), default=1)
         images = torch.zeros(len(grids), processor.vae_channels, rows * p * down, columns * p * down)
         noise = torch.zeros(len(grids), z, rows * p, columns * p)
         indices, times, flows, targets = [], [], [], []
-        for k, (image, start) in enumerate(self._latents):
+        for k, (image, start) in enumerate(self.latents):
             assert image.vae_image is not None and image.vae_noise is not None
             images[k, :, : image.vae_image.shape[1], : image.vae_image.shape[2]] = image.vae_image
             noise[k, :, : image.vae_noise.shape[1], : image.vae_noise.shape[2]] = image.vae_noise

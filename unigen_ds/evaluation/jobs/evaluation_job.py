@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from unigen_ds.core.errors import ConfigError
+from unigen_ds.core.json_values import leaves
 from unigen_ds.system.files import hold_lock, write_text_atomic
 
 NEEDED_FIELDS = ("checkpoint", "out")
@@ -251,17 +252,11 @@ def read_result(path: Path, *, update: int) -> tuple[dict[str, float], int]:
     return numbers, others
 
 
-def numbers_of(values: Mapping[str, Any], above: str = "") -> tuple[dict[str, float], int]:
+def numbers_of(values: Mapping[str, Any]) -> tuple[dict[str, float], int]:
     """The numbers among nested values, by joined names, and how many values are none."""
     numbers: dict[str, float] = {}
-    others = 0
-    for name, value in values.items():
-        if isinstance(value, dict):
-            inner, more = numbers_of(value, f"{above}{name}/")
-            numbers |= inner
-            others += more
-        elif type(value) is float or (type(value) is int and value.bit_length() < 1024):  # a larger one is no float
-            numbers[f"{above}{name}"] = float(value)
-        else:
-            others += 1
-    return numbers, others
+    every = [*leaves(values)]
+    for leaf, value in every:
+        if type(value) is float or (type(value) is int and value.bit_length() < 1024):  # a larger one is no float
+            numbers["/".join(map(str, leaf))] = float(value)
+    return numbers, len(every) - len(numbers)

@@ -20,8 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
+from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.samples.sample import LoadedSplit, Tally
-from unigen_ds.data.samples.splits import PackedBuilder, unreadable
+from unigen_ds.data.samples.splits import PackedBuilder
 from unigen_ds.families.chat import ChatImage
 
 Inputs = Mapping[str, Tensor]
@@ -73,9 +74,10 @@ class PictureSplit(ChatImage):
         tally.text_targets += sum(label >= 0 for label in self.labels)
 
     def load(self, processor: Any, key: tuple[object, ...] | None) -> LoadedPicture:
-        image = self.read(processor)
+        image = processor.read_image(self.content or self.path)
         if image.size != self.size:  # a file that was replaced between two readings
-            raise unreadable(self.path, f"image {self.path} has {image.size} pixels, {self.size} when planned")
+            problem = f"image {self.path} has {image.size} pixels, {self.size} when planned"
+            raise UnreadableImage(problem, path=self.path)
         return LoadedPicture(self.ids, self.labels, processor.pictures.inputs(image))
 
 

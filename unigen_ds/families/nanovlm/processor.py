@@ -16,12 +16,12 @@ from unigen_ds.config.registry import checked
 from unigen_ds.core.batch import CAUSAL
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.cache.array_cache import fingerprint
-from unigen_ds.data.images.augment import Augment
+from unigen_ds.data.images.augment import Augment, augment_image
 from unigen_ds.data.images.image_files import ImageHeader, UnreadableImage, patchify
 from unigen_ds.data.images.tiles import Tiling, image_string, num_tiles, split_tiles
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import Split
-from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder, augment_image, unreadable
+from unigen_ds.data.samples.splits import ImageKind, ImageSplit, PackedBuilder
 from unigen_ds.data.text.chat import RenderedChat
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.chat import Chat, ChatImage, ChatProcessor
@@ -136,16 +136,13 @@ class TiledSplit(ChatImage):
         return self.num_tiles
 
     def load(self, processor: VLMProcessor, key: tuple[object, ...] | None) -> LoadedTiles:
-        tiling, image = processor.tiling, self.read(processor)
-        tile = tiling.tile_size
-        try:
-            grid, pixels = tiling.grid(*image.size), tiling.pixels(image)
-        except UnreadableImage as error:
-            raise unreadable(self.path, error.problem) from error
+        tiling, image = processor.tiling, processor.read_image(self.content or self.path)
+        grid, pixels = tiling.grid(*image.size), tiling.pixels(image)
         if num_tiles(grid) != self.num_tiles:  # a file that was replaced between two readings
-            raise unreadable(self.path, f"image {self.path} has {num_tiles(grid)} tiles, {self.num_tiles} when planned")
+            problem = f"image {self.path} has {num_tiles(grid)} tiles, {self.num_tiles} when planned"
+            raise UnreadableImage(problem, path=self.path)
         pixels = augment_image(pixels, processor.augment, processor.vit_augment, key)
-        tiles = split_tiles(pixels, tile)
+        tiles = split_tiles(pixels, tiling.tile_size)
         return LoadedTiles(self, torch.cat([patchify(each, processor.vit_patch_size) for each in tiles]))
 
 

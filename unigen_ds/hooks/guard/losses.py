@@ -23,6 +23,7 @@ from annotated_types import Ge, Gt
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import TrainingError
+from unigen_ds.core.shards import first_names
 from unigen_ds.evaluation.generation import trained_family
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import global_losses
@@ -30,9 +31,6 @@ from unigen_ds.hooks.save.checkpoint import CheckpointHook
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 from unigen_ds.system.outputs import all_finite
-
-SHOWN_IDS = 8
-"""Sample ids that the error names; tools/inspect_data.py shows all."""
 
 
 @HOOKS.register_module()
@@ -73,13 +71,12 @@ class NanGuardHook(Hook):
             (first_update, first_result), (last_update, last_result) = self._bad_updates[0], self._bad_updates[-1]
             first, stop = first_result.sequences[0], last_result.sequences[1]
             ids = [name for _, result in self._bad_updates for name in result.sample_ids]
-            more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
             raise TrainingError(
                 f"{len(self._bad_updates)} updates in a row had a loss or gradients that are not finite: updates"
                 f" {first_update} to {last_update}, sequences {first}:{stop}",
                 remedy="lower the learning rate, resume from an earlier checkpoint, or look at the data: `python"
                 f" tools/inspect_data.py CONFIG --sequences {first}:{stop}` shows all of these samples:"
-                f" {', '.join(ids[:SHOWN_IDS])}{more}",
+                f" {first_names(ids)}",
             )
 
     def after_train(self, run: Run) -> None:

@@ -354,7 +354,8 @@ def global_memory() -> dict[str, float]:
         peaks = [torch.cuda.max_memory_allocated() / 2**20, torch.cuda.max_memory_reserved() / 2**20]
     else:
         peaks = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)]
-    return dict(zip(("memory", "memory_reserved"), dist.max_floats(peaks), strict=False))
+    most = map(max, zip(*dist.gather_objects(peaks), strict=True))
+    return dict(zip(("memory", "memory_reserved"), most, strict=False))
 
 
 # ---- the losses of each source of the training data ------------------------------------------------------------------

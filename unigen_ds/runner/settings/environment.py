@@ -10,7 +10,6 @@ from pydantic import Field
 
 from unigen_ds.config.section import Section
 from unigen_ds.config.values import Number
-from unigen_ds.data.images.image_files import limit_png_text
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import TOKENIZER_THREADS
 
@@ -39,9 +38,6 @@ class Environment(Section):
     """Threads in a tokenizer: `TOKENIZERS_PARALLELISM`. False, because records are planned by threads and batches made
     by worker processes already. `TOKENIZERS_PARALLELISM` in the environment is used instead, but not in worker
     processes, where threads could wait for ever."""
-    png_text_bytes: int | None = Field(default=None, ge=1)
-    """Bytes that the texts of a PNG file may have, unpacked: PIL refuses the picture beyond that. None: 100 MiB (PIL
-    has 1 MiB, which pictures of the web exceed), unless your own code has set `PIL.PngImagePlugin.MAX_TEXT_CHUNK`."""
     peak_tflops: Number | None = Field(default=None, gt=0)
     """10^12 dense operations a second that one device can do in the run's precision; for `mfu` in `metrics.jsonl`.
     Well-known GPUs are known by name, in bf16; for others `mfu` needs this."""
@@ -50,7 +46,7 @@ class Environment(Section):
 
 
 def apply_variables(env: Environment) -> None:
-    """Set what is read from the environment, and the limit of PIL. Called first of all, before CUDA is used."""
+    """Set what is read from the environment. Called first of all, before CUDA is used."""
     if env.cuda_allocator is not None:
         name = next((name for name in _ALLOCATORS if name in os.environ), _ALLOCATOR)
         current = os.environ.setdefault(name, env.cuda_allocator)
@@ -60,8 +56,6 @@ def apply_variables(env: Environment) -> None:
             )
     if env.tokenizers_parallelism is not None:
         os.environ.setdefault(TOKENIZER_THREADS, str(env.tokenizers_parallelism).lower())
-    if env.png_text_bytes is not None:
-        limit_png_text(env.png_text_bytes)
 
 
 def apply_environment(env: Environment) -> None:

@@ -27,7 +27,7 @@ from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader,
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import by_name, dotted_name, json_values, leaves
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import ShardReader
+from unigen_ds.core.shards import ShardReader, first_names
 from unigen_ds.data.batches.loader import UpdateLoader
 from unigen_ds.data.batches.statistics import start_lines
 from unigen_ds.data.order.order import Cursor
@@ -207,8 +207,8 @@ _OWN = (
 )  # fmt: skip
 _OWN_LAST = ("cache_dir", "num_workers", "index_workers", "prefetch_factor", "pin_memory")
 _NAMED_ABOVE = ("names", "sizes", "digests", "records", "units")
-_LONGEST, _MOST = 80, 10
-"""Characters of a value, and keys, that the error has."""
+_LONGEST = 80
+"""Characters of a value that the error has."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 
 
@@ -274,9 +274,8 @@ def _compare(own: Mapping[str, Any]) -> None:
         if len(having) > 1:
             values = (f"rank {', '.join(of_text[:8])}: {text[:_LONGEST]}" for text, of_text in having.items())
             lines.append(f"{key}: {'; '.join(values)}")
-    more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
     raise RanksDiffer(
-        "\n  ".join(["the processes differ:", *lines[:_MOST], *more]),
+        "the processes differ:\n  " + first_names(lines, "\n  "),
         remedy="start all of them with the same config, files, packages and code",
     )
 

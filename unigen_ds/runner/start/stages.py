@@ -165,22 +165,19 @@ class Start:
     def optimization(
         self, parameters: Sequence[tuple[str, nn.Parameter]], *, global_batch_size: int
     ) -> tuple[list[ParamGroup], list[dict[str, Any]], Schedules]:
-        """Groups and table of a model's parameters, and the curves of the groups' learning rates."""
-        groups = build.build_groups(self.settings, parameters)
-        schedules = self._schedules(groups, global_batch_size=global_batch_size)
-        return groups, build.parameter_table(parameters, groups), schedules
-
-    def _schedules(self, groups: Sequence[ParamGroup], *, global_batch_size: int) -> Schedules:
-        """The config's curves; on a resume the stored ones if those are equal, scaled by ``on_batch_change``."""
+        """Groups and table of a model's parameters, and the curves of the groups' learning rates: the config's; on a
+        resume the stored ones if those are equal, scaled by ``on_batch_change``.
+        """
         settings, manifest, total = self.settings, self.manifest, self.total_sequences
+        groups = build.build_groups(settings, parameters)
         base = [{"name": group.name, "lr": group.lr} for group in groups]
         curves = Schedules.from_cfg(settings.param_scheduler, ruler=self.ruler, base=base, total_sequences=total)
-        if manifest is None:
-            return curves
-        old = Schedules.from_state_dict(manifest.schedule)
-        same = (old.base, old.total_sequences) == (curves.base, total) and old.same_curves(curves)
-        factor = lr_factor(settings.on_batch_change, was=manifest.geometry.global_batch_size, now=global_batch_size)
-        return replace(old if same else curves, lr_scale=old.lr_scale * factor)
+        if manifest is not None:
+            old, was = Schedules.from_state_dict(manifest.schedule), manifest.geometry.global_batch_size
+            same = (old.base, old.total_sequences) == (curves.base, total) and old.same_curves(curves)
+            factor = lr_factor(settings.on_batch_change, was=was, now=global_batch_size)
+            curves = replace(old if same else curves, lr_scale=old.lr_scale * factor)
+        return groups, build.parameter_table(parameters, groups), curves
 
     def check_positions(self, model: nn.Module) -> None:
         """Raise ``DataError`` where a sample is longer than the model has positions."""
