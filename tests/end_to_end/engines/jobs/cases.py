@@ -105,7 +105,8 @@ def equivalence(*, full: bool) -> list[Job]:
     runs = [("single", 1), *at_two, *((engine, 1) for engine in (ENGINES if full else FEW)), ("HYBRID_SHARD", 4)]
     if full:
         runs += [("zero3_offload", 2), *((engine, 4) for engine in ENGINES), ("zero2", 8), ("FULL_SHARD", 8)]
-    jobs = [plain(engine, world, full=full) for engine, world in runs]
+    saves = {"default_hooks__checkpoint__interval": 2 * GEOMETRY[2][1]}  # while small parameters are gathered
+    jobs = [plain(engine, world, full=full, **saves if engine == "zero3_preset" else {}) for engine, world in runs]
     return [*jobs, replace(plain("single", 1, full=full, geometry=(8, 1)), name="single_8x1")]
 
 
