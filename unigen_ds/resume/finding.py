@@ -123,6 +123,8 @@ def plans(geometries: Sequence[Geometry], memory: Sequence[MemoryPlan]) -> Itera
 
 def other_sizes(old: Mapping[str, Any], config: Mapping[str, Any], *, hidden: bool = False) -> list[str]:
     """Sizes of the model that both state, differently; ``hidden``: only those that leave every shape as it was."""
+    if all(old.get(key) == config.get(key) for key in ("model", "lora", BUILT_KEY)):
+        return []
     was, now = _sizes(old), _sizes(config)
     return [
         f"{key} was {was[key]!r} and is {value!r}"

@@ -179,7 +179,9 @@ class ImageSplit(Split):
         if grid != self.grid:  # a transform of a user's own, or a file that was replaced between two readings
             problem = f"image {self.path} has {grid} patches, {self.grid} when it was planned"
             raise UnreadableImage(problem, path=self.path)
-        image = augment_image(image, processor.augment, processor.vit_augment if vit else (), key)
+        changes = (processor.augment, processor.vit_augment if vit else ())
+        if any(changes):
+            image = augment_image(image, *changes, key)
         if vit:
             return LoadedImage(self, vit_patches=patchify(image, stride))
         assert key is not None, "an image is drawn with noise"
