@@ -7,6 +7,7 @@ one queue with those of all pages. Nothing is requested from another host, and n
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -67,6 +68,7 @@ def serve_page(
         if host not in ("127.0.0.1", "localhost", "::1"):
             logger().warning("Whoever reaches %s:%d can use the models of this page.", host, port)
         logger().info("The page is at %s; Ctrl-C ends it.", page.local_url)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's script ignores it for what runs beside it
         page.block_thread()
 
 

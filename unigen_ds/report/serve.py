@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,6 +103,7 @@ def serve_report(work_dirs: Sequence[Path], *, port: int, max_pictures: int, rea
     except OSError as error:
         problem = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error}"
         raise ConfigError(f"port {port} of {ADDRESS} {problem}", remedy="--port N; 0: a free one") from error
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's script ignores it for what runs beside it
     with server, contextlib.suppress(KeyboardInterrupt):
         ready(f"http://{ADDRESS}:{server.server_port}/")
         server.serve_forever()
