@@ -12,8 +12,11 @@ Sizes are those of the modules, not of the parameters: an engine may have left a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from torch import nn
+
+_COUNTS: WeakKeyDictionary[nn.Module, dict[bool, float]] = WeakKeyDictionary()  # of linear_flops: what trains stays
 
 
 def trains(module: nn.Module) -> bool:
@@ -24,13 +27,16 @@ def linear_flops(module: nn.Module, *, input_grad: bool) -> float:
     """Operations a row, forward and backward, of all linear layers of ``module``, which are in forward order.
     ``input_grad``: whether the input gets a gradient. Inner inputs do where anything before them trains.
     """
+    counts, key = _COUNTS.setdefault(module, {}), input_grad
+    if key in counts:
+        return counts[key]
     total = 0.0
     for each in module.modules():
         rows, columns = (getattr(each, name, None) for name in ("out_features", "in_features"))
         if isinstance(rows, int) and isinstance(columns, int) and not hasattr(each, "base_layer"):  # its parts count
             total += 2.0 * rows * columns * (1 + input_grad + trains(each))
             input_grad = input_grad or trains(each)
-    return total
+    return counts.setdefault(key, total)
 
 
 def attention_flops(lengths: Sequence[int], width: int, *, grad: bool) -> float:

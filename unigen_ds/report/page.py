@@ -228,9 +228,7 @@ def _chips(run: WorkDir) -> list[tuple[str, str]]:
         "stopped": ("stopped", ""),
         None: ("killed, or still running", "warn") if run.starts else ("no start recorded", "warn"),
     }
-    if is_locked(run.path):
-        states[end] = ("running", "")
-    chips = [states.get(end, ("ended with an error", "bad"))]
+    chips = [("running", "") if is_locked(run.path) else states.get(end, ("ended with an error", "bad"))]
     topology, geometry = (run.starts[-1].record[name] if run.starts else {} for name in ("topology", "geometry"))
     if topology:
         parts = (topology.get(key) for key in ("engine", "sharding", "precision"))

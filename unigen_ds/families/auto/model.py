@@ -198,7 +198,7 @@ class TransformersModel(PretrainedModel):
         model, text = self.transformers_model, self.transformers_model.config.get_text_config()
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         experts_per_token = getattr(text, "num_experts_per_tok", None) or 0
-        experts = (p for p in decoder.parameters() if p.ndim == 3 and p.numel())
+        experts = [p for p in decoder.parameters() if p.ndim == 3 and p.numel()] if experts_per_token else []
         per_token = linear_flops(decoder, input_grad=True)
         per_token += sum(2.0 * experts_per_token * p[0].numel() * (2 + p.requires_grad) for p in experts)
         attention = attention_flops(batch.document_lengths, text.hidden_size, grad=True) * text.num_hidden_layers
