@@ -7,6 +7,7 @@ A short training of the digits is resumed: its config is loaded, a batch made, a
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -30,7 +31,7 @@ Modules = dict[str, list[str]]
 
 @contextmanager
 def tracing(modules: Modules) -> Iterator[None]:
-    """Adds to ``modules`` what this thread calls inside."""
+    """Adds to ``modules`` what this thread calls inside; the collector, which closes old generators, does not run."""
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -41,12 +42,15 @@ def tracing(modules: Modules) -> Iterator[None]:
         if before is not None:
             before(frame, event, _)
 
+    gc.collect()
+    gc.disable()
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
         yield
     finally:
         sys.setprofile(before)
+        gc.enable()
 
 
 def trace(call: Callable[..., Any], modules: Modules) -> Callable[..., Any]:
