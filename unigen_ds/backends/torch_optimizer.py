@@ -151,6 +151,10 @@ class TorchOptimizerBackend(Backend):
         for (kind, name), tensor in self._optimizer_tensors().items():
             yield kind, name, local_part(tensor)
 
+    def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, local_part(self._masters[name])) for name in self._trainable)
+        yield from ((f"{kind} of {name}", data) for kind, name, data in self.kept_tensors())
+
     def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""
         state = {

@@ -85,7 +85,7 @@ class BackgroundWriter:
             pickler = _Pickler(stream)
             pickler.dump(attempt)
             # a replica of the data may write none of a tensor, which another rank then writes, and looks at
-            pickler.dump([(name, tensor) for name, tensor in tensors if _key(tensor) in pickler.storages])
+            pickler.dump([(name, tensor) for name, tensor in tensors if pickler.has(tensor)])
             content = stream.getbuffer()  # by the pipe it would arrive only as fast as the writer reads it
             self._sizes = pickler.nbytes, content.nbytes
             self._memory.fill(pickler, content)
@@ -198,11 +198,6 @@ class BackgroundWriter:
         self._process = self._pipe = None
 
 
-def _key(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
-
-
 class _Pickler(pickle.Pickler):
     """Pickles all but the memory of tensors, for which it chooses offsets in the shared memory."""
 
@@ -210,10 +205,19 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: dict[tuple[int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
+        self._ids: set[int] = set()
         # called for tensors alone: ``reducer_override`` would be called for every object, ``persistent_id`` for values
         self.dispatch_table = copyreg.dispatch_table | {Tensor: self._reduce, Parameter: self._reduce}
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether its memory is in what was pickled."""
+        if id(tensor) in self._ids:  # the pickle keeps it, and its second mention is short
+            return True
+        storage = tensor.untyped_storage()
+        return (storage.data_ptr(), storage.nbytes()) in self.storages
+
     def _reduce(self, tensor: Tensor) -> Any:
+        self._ids.add(id(tensor))
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self.storages:
@@ -271,14 +275,21 @@ class _Memory:
             self._pin(True)
         self._bytes[pickler.nbytes : end].copy_(torch.frombuffer(content, dtype=torch.uint8))
 
-        def copy(pieces: Sequence[tuple[int, Tensor]]) -> None:
-            for begin, source in pieces:
-                self._bytes[begin : begin + source.nbytes].copy_(source, non_blocking=True)
+        address = self._bytes.data_ptr()
 
-        pieces: list[tuple[int, Tensor]] = []
-        for begin, storage in pickler.storages.values():
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            pieces += [(begin + at, source[at : at + _PIECE]) for at in range(0, source.nbytes, _PIECE)]
+        def copy(pieces: Sequence[tuple[int, torch.UntypedStorage, int, int]]) -> None:
+            for begin, storage, start, stop in pieces:
+                if storage.device.type == "cpu":  # a call for each of thousands of tensors
+                    ctypes.memmove(address + begin + start, storage.data_ptr() + start, stop - start)
+                else:
+                    source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start:stop]
+                    self._bytes[begin + start : begin + stop].copy_(source, non_blocking=True)
+
+        pieces = [
+            (begin, storage, start, min(start + _PIECE, nbytes))
+            for (_, nbytes), (begin, storage) in pickler.storages.items()
+            for start in range(0, nbytes, _PIECE)
+        ]
         if torch.cuda.is_available():  # on the stream of this thread
             copy(pieces)
             return

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.system.files import ALGORITHM, fsync_path
@@ -172,7 +171,7 @@ class Entry:
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Entry:
         """A tensor on any device: each piece is copied to the host when it is written."""
-        flat = tensor.detach().reshape(-1)
+        flat = tensor if tensor.ndim == 1 and not tensor.requires_grad else tensor.detach().reshape(-1)
         return cls(name, tuple(tensor.shape), tensor.dtype, partial(_slice, flat), name)
 
     @property
@@ -289,5 +288,13 @@ def save_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappin
 
 def nested_bytes(state: Any) -> int:
     """Bytes of all tensors in nested dicts and sequences, each storage once: about what ``torch.save`` writes."""
-    storages = [value.untyped_storage() for value in tree_leaves(state) if isinstance(value, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes, values = dict[int, int](), [state]
+    while values:
+        if isinstance(value := values.pop(), Tensor):
+            storage = value.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple | set):
+            values += value
+    return sum(sizes.values())

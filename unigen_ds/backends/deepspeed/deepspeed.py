@@ -408,13 +408,17 @@ class DeepSpeedBackend(Backend):
 
     @contextmanager
     def _whole_parameters(self) -> Iterator[None]:
-        """Inside, small parameters of ZeRO-3 (``persistent``) may be released and are not gathered again: they have not
+        """Inside, small parameters of ZeRO-3 (``persistent``) are released, and not gathered again: they have not
         changed, so afterwards they are what they were."""
         if self.stage != 3:
             yield
             return
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
         parameters = self._zero.persistent_parameters
-        whole = [(one, one.data, one.ds_status) for one in parameters]
+        whole = [(p, p.data, p.ds_status) for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+        for parameter, data, _ in whole:
+            parameter.data, parameter.ds_status = data.new_empty(0), ZeroParamStatus.NOT_AVAILABLE
         self._zero.persistent_parameters = []
         try:
             yield

@@ -35,12 +35,15 @@ class CapturedSave:
     @contextmanager
     def install(self, engine: Any) -> Iterator[None]:
         engine.checkpoint_engine = self
-        engine._copy_recovery_script = lambda save_path: None  # rank 0 would copy two files
+        unneeded = "_copy_recovery_script", "_checkpoint_tag_validation"  # two files of rank 0; reductions of a constant
+        for name in unneeded:
+            setattr(engine, name, lambda _: None)
         try:
             yield
         finally:
             engine.checkpoint_engine = self._original
-            del engine._copy_recovery_script
+            for name in unneeded:
+                delattr(engine, name)
 
     def save(self, state_dict: Any, path: str) -> None:
         """DeepSpeed calls it by keyword: the names are its own."""

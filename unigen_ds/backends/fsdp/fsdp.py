@@ -235,12 +235,13 @@ class FSDPBackend(TorchOptimizerBackend):
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
         self.refresh_copies()
         masters, buffers = self._without_base(self._masters), self._without_base(self.buffers())
-        state: dict[str, Tensor] = {f"{MASTER}|{name}": p.detach() for name, p in masters.items()}
+        state: dict[str, Tensor] = {f"{MASTER}|{name}": p for name, p in masters.items()}
         state |= {f"{BUFFER}|{name}": b for name, b in buffers.items()}
         for (kind, name), value in self._optimizer_tensors().items():
             state[f"{kind}|{name}"] = value.reshape(1) if value.ndim == 0 else value
         table = TensorTable.of(state, num_shard=self.num_shard, stamp=self.stamp)
-        own = [local_part(state.get(key, table.stamp)).detach() for key, *_ in table.parts(dist.rank())]
+        own = [local_part(state.get(key, table.stamp)) for key in table.keys(dist.rank())]
+        own = [tensor.detach() if tensor.requires_grad else tensor for tensor in own]
         name = f"__{dist.rank()}_0.distcp"
         output = Output(name, sum(tensor.nbytes for tensor in own), partial(_write, name, own))
         return StateFiles("dcp", [output] if own else [], table.index)
@@ -324,18 +325,19 @@ class TensorTable:
         tensors = {key: (value.shape, value.dtype, owners.get(key)) for key, value in state.items()}
         return cls(tensors, num_shard, torch.tensor(list(stamp.encode()), dtype=torch.uint8))
 
-    def parts(self, rank: int) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Key, offset and size, in each dimension, of the part of each tensor that a rank writes, the stamp first."""
-        replica, shard = divmod(rank, self.num_shard)
-        owners = (replica, None) if rank == 0 else (replica,)
+    def keys(self, rank: int) -> list[str]:
+        """The tensors of which a rank writes a part, the stamp first."""
+        owners = (rank // self.num_shard, None) if rank == 0 else (rank // self.num_shard,)
         keys = [key for key, (_, _, owner) in self.tensors.items() if owner in owners]
-        if keys:
-            yield f"{STAMP}|{rank}", [0], [len(self.stamp)]
-        for key in keys:
-            shape, _, owner = self.tensors[key]
+        return [f"{STAMP}|{rank}", *keys] if keys else []
+
+    def parts(self, rank: int) -> Iterator[tuple[str, list[int], list[int]]]:
+        """The ``keys`` of a rank, and the offset and size of its part in each dimension."""
+        for key in self.keys(rank):
+            shape, _, owner = self.tensors.get(key, (self.stamp.shape, None, None))
             offsets, sizes = [0] * len(shape), list(shape)
             if owner is not None:
-                rows = shard_rows(shape[0], shard, self.num_shard)
+                rows = shard_rows(shape[0], rank % self.num_shard, self.num_shard)
                 offsets[0], sizes[0] = rows.start, len(rows)
             yield key, offsets, sizes
 
