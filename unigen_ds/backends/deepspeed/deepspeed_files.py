@@ -35,7 +35,7 @@ class CapturedSave:
     @contextmanager
     def install(self, engine: Any) -> Iterator[None]:
         engine.checkpoint_engine = self
-        unneeded = "_copy_recovery_script", "_checkpoint_tag_validation"  # two files of rank 0; reductions of a constant
+        unneeded = "_copy_recovery_script", "_checkpoint_tag_validation"  # files of rank 0; reductions
         for name in unneeded:
             setattr(engine, name, lambda _: None)
         try:

@@ -47,9 +47,12 @@ _ADAPTED = (r"(language_model|text_model)\..*_proj(_moe_gen)?$", r"_proj$", r"."
 _VISION = ("vision_tower", "vision_model", "visual", "vision_encoder")
 """Parts of a model of transformers that its recipe freezes: the first that there is."""
 _LORA_RATE = 1e-4
+_NEW_RATE, _NEW_SIZE, _MOST_RATE = 6e-4, 90e6, 3e-3
+"""The learning rate of new weights of so many parameters, and the largest."""
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 """Of the records for validation: the first that has 100 records, or a twentieth of all, but 4."""
-_MOST_IN_UPDATE, _LEAST_UPDATES, _MOST_EPOCHS = 64, 50, 20
+_MOST_IN_UPDATE, _LEAST_UPDATES, _LEAST_OF_NEW, _MOST_EPOCHS = 64, 50, 500, 20
+"""New weights need more updates, and so smaller ones."""
 _WIDTH = 118
 
 
@@ -131,7 +134,7 @@ def first_config(
         config.decide("data", f"{len(dataset):,} records of {section['data_path']}", ", ".join(kinds))
         _decide_trained(config, module, base, lora=lora)
         _decide_data(config, module, dataset, section, epochs=epochs)
-        _decide_optimizer(config, base, lr=lr, scale=recipe_size / size)
+        _decide_optimizer(config, base, lr=lr, size=size, recipe_size=recipe_size)
         _decide_batch(config)
     return config
 
@@ -170,7 +173,7 @@ def _decide_trained(config: FirstConfig, module: nn.Module, base: Mapping[str, A
         pattern = next(one for one in _ADAPTED if any(re.search(one, layer) for layer in linear))
         values["lora"] = {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": pattern}
         what, why = "adapters", f"--lora; on {sum(bool(re.search(pattern, one)) for one in linear)} linear layers"
-    elif vision and base["model"].get("freeze"):
+    elif vision and base["model"].get("freeze") and not config.model.is_new:
         values["model"], what = {**values["model"], "freeze": [vision]}, f"all but {vision}"
     config.decide("trained", what, why, key="lora" if lora else "")
     if dropouts := {key: value for key, value in (base.get("processor") or {}).items() if key.endswith("_dropout")}:
@@ -193,13 +196,15 @@ def _decide_data(
             break
     else:
         config.decide("validation", "none", f"{total:,} records are too few; val_dataloader.dataset names others")
-    trained = lengths if config.data.is_text else lengths[lengths <= length]
+    is_new, is_text = config.model.is_new, config.data.is_text
+    trained = lengths if is_text else lengths[lengths <= length]
     sequences, why = max(math.ceil(trained.sum() / length), 1), "--epochs"
+    least_updates = _LEAST_OF_NEW if is_new else _LEAST_UPDATES
     if epochs is None:
-        usual = 1 if total > 100_000 or config.data.is_text else 10 if config.data.draws else 3
-        epochs = max(usual, min(math.ceil(_LEAST_UPDATES / sequences), _MOST_EPOCHS))
-        why = "usual are 3, of images 10, of documents 1; more where an epoch is short; --epochs"
-    of_device = 2 ** int(math.log2(max(min(sequences * epochs / _LEAST_UPDATES, _MOST_IN_UPDATE) / world, 1)))
+        usual = 10 if is_new or config.data.draws else 1 if is_text else 3
+        epochs = max(1 if total > 100_000 else usual, min(math.ceil(least_updates / sequences), _MOST_EPOCHS))
+        why = "usual are 3, of images and new weights 10, of documents 1; more where an epoch is short; --epochs"
+    of_device = 2 ** int(math.log2(max(min(sequences * epochs / least_updates, _MOST_IN_UPDATE) / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
     interval, warmup = _round_number(updates / 10), round(0.03 * updates)
     curve = {"type": "CosineAnnealingLR", "eta_min_ratio": 0.1, "unit": "update", "begin": warmup}
@@ -249,11 +254,16 @@ def _sequence_length(config: FirstConfig, lengths: np.ndarray, *, limit: int) ->
     return length
 
 
-def _decide_optimizer(config: FirstConfig, base: Mapping[str, Any], *, lr: float | None, scale: float) -> None:
-    """``scale``: parameters of the recipe's model for each of this one: smaller models learn with larger rates."""
+def _decide_optimizer(
+    config: FirstConfig, base: Mapping[str, Any], *, lr: float | None, size: int, recipe_size: float
+) -> None:
+    """Smaller models learn with larger rates. ``size``: parameters, also of the recipe's model."""
     optimizer, own = base["optim_wrapper"]["optimizer"], (_LORA_RATE, "of adapters; --lr")
-    if "lora" not in config.values:
-        rate = optimizer["lr"] * min(max(scale**0.5, 1), 100)
+    if "lora" not in config.values and config.model.is_new:
+        rate = min(_NEW_RATE * (_NEW_SIZE / size) ** 0.5, _MOST_RATE)
+        own = float(f"{rate:.0e}"), "of new weights, by the number of parameters; --lr"
+    elif "lora" not in config.values:
+        rate = optimizer["lr"] * min(max((recipe_size / size) ** 0.5, 1), 100)
         own = float(f"{rate:.0e}"), "by the number of parameters; --lr"
     lr, why = (lr, "--lr") if lr else own
     precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.count else "fp32"

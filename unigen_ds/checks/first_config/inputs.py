@@ -28,6 +28,7 @@ from unigen_ds.data.sources.find import PATTERN, open_source
 from unigen_ds.families.base import family_of, read_statement
 from unigen_ds.families.directories import formats
 from unigen_ds.migration.draft import recipe
+from unigen_ds.models.weights import stored_tensors
 from unigen_ds.runner.open.trained import import_stored
 
 REGISTRY = "data_registry.json"
@@ -50,6 +51,8 @@ class ModelInput:
     """What it is, for messages."""
     sections: Mapping[str, Any]
     """``model``, ``tokenizer``, ``processor`` and what else the config must have for them."""
+    is_new: bool
+    """Whether its weights have learned nothing yet."""
 
     @property
     def kind(self) -> Any:
@@ -65,7 +68,7 @@ def find_input_model(name: str) -> ModelInput:
     if name in shipped_configs() and not Path(name).exists():
         sections = {key: value for key, value in recipe(name).items() if key in _SECTIONS}
         import_stored(sections, Path(name), allow=True)
-        return ModelInput(name, f"a new model of the recipe {name}", sections)
+        return ModelInput(name, f"a new model of the recipe {name}", sections, True)
     folder = folder_of(name, where="--model")
     if folder.is_file():  # of weights
         folder, name = folder.parent, str(folder.parent)
@@ -91,7 +94,15 @@ def find_input_model(name: str) -> ModelInput:
         sections["model"] = {"type": sections["model"]["type"], "pretrained": str(folder)}
     for key in ("model", "tokenizer"):
         sections[key] = {key: name if value == str(folder) else value for key, value in sections[key].items()}
-    return ModelInput(name, format_.name, sections)
+    is_new = _are_new(folder)
+    return ModelInput(name, f"{format_.name}{', whose weights are random' * is_new}", sections, is_new)
+
+
+def _are_new(folder: Path) -> bool:
+    """Whether weights are as a constructor makes them: each vector, such as that of a norm, has one value."""
+    stored = stored_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+    vectors = [one for one in stored.values() if len(one.shape) == 1]
+    return bool(vectors) and all(len(one.flat(0, one.numel).unique()) == 1 for one in vectors)
 
 
 @dataclass(frozen=True)
