@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.data.support import image, picture, talk, text, write_jsonl
 from tests.data.text.chat_support import character_tokenizer
@@ -38,8 +39,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_inputs(root: Path) -> None:
     """A tiny model of each kind, and data for each task."""
-    write_language(root / "qwen3", "qwen3")
-    write_images(root / "llava", "llava")
+    write_language(root / "random", "qwen3")
+    for name, write in {"qwen3": write_language, "llava": write_images}.items():
+        write(root / name, name)
+        change_a_norm(root / name / "model.safetensors")
     write_bagel(root / "bagel")
     character_tokenizer().save_pretrained(root / "nanovlm")
     for name in ("config.json", "model.safetensors"):
@@ -56,6 +59,13 @@ def write_inputs(root: Path) -> None:
         (root / "books" / f"{i}.txt").write_text("what colour is it? " * 40, encoding="utf-8")
     registry = {"talks": "chats.jsonl", "shown": {"data_path": "pictures", "captions": "understand"}, "broken": 3}
     (root / "data_registry.json").write_text(json.dumps(registry), encoding="utf-8")
+
+
+def change_a_norm(path: Path) -> None:
+    """As training does."""
+    weights = load_file(path)
+    next(tensor for tensor in weights.values() if tensor.ndim == 1)[0] += 0.1
+    save_file(weights, path, {"format": "pt"})
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +133,19 @@ def test_on_several_devices_it_is_sharded_and_started_by_torchrun(
     assert config.backend == {"type": "fsdp", "sharding_strategy": "FULL_SHARD"}
     assert config.optim_wrapper.precision == "bf16" and config.train_dataloader.seq_length == 256, "its positions"
     assert "Start: torchrun --nproc_per_node 2 " in output and "2 sequence(s)" in output
+
+
+def test_random_weights_get_more_and_smaller_updates_and_a_larger_rate(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are recognised by their norms, which are as they were made."""
+    write_jsonl(tmp_path / "many.jsonl", CHATS * 40)
+    for model, of_update, num_epochs, rate in (("random", 1, 10, 3e-3), ("qwen3", 4, 3, 1e-3)):
+        assert init(model, str(tmp_path / "many.jsonl"), tmp_path / "my.py", "--force") == 0
+        config, output = load_config(tmp_path / "my.py"), capsys.readouterr().out
+        assert ("weights are random" in output) == (model == "random")
+        assert config.train_dataloader.batch_size * config.optim_wrapper.accumulative_counts == of_update
+        assert config.train_cfg.max_epochs == num_epochs and config.optim_wrapper.optimizer.lr == rate
 
 
 REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {

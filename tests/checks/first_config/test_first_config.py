@@ -33,7 +33,7 @@ def test_a_recipe_states_how_it_differs_from_what_init_writes(name: str) -> None
 
 def config_on(memory: float, *, batch: int = 64) -> FirstConfig:
     hardware = Hardware(1, "a device", memory=int(memory * GIB))
-    config = FirstConfig(ModelInput("m", "t", {}), DataInput({}, Counter(chat=9), 9), hardware)
+    config = FirstConfig(ModelInput("m", "t", {}, False), DataInput({}, Counter(chat=9), 9), hardware)
     config.values |= {"model": {"type": "CausalLM"}, "optim_wrapper": {}}
     config.values["train_dataloader"] = {"batch_size": batch, "seq_length": 64}
     config.decide("model", "M with 1 parameters", "")
