@@ -194,6 +194,7 @@ def generate(arguments: argparse.Namespace) -> None:
     inferencer = open_inferencer(arguments.model, raw=arguments.raw, **source, device=device, dtype=DTYPES[dtype])
     sheet: list[Cell] = []
     first = output.next
+    several = arguments.samples > 1 or (isinstance(prompts, list) and len(prompts) > 1)
     drawing = drawing_of(inferencer, flow, understand=arguments.understand)
     for number, request in enumerate(each for each in prompts for _ in range(arguments.samples)):
         seed = arguments.seed + number
@@ -216,7 +217,8 @@ def generate(arguments: argparse.Namespace) -> None:
             text = "\n".join(line for line in (request.text, result.text and f"> {result.text}") if line)
             sheet.append(Cell([*images, *result.images], text))
         path = row["file"] and str(arguments.out / row["file"])
-        print("  ".join(part for part in (path, row["text"]) if part), flush=True)
+        prompt = request.text if several and result.text else ""
+        print("  ".join(part for part in (path, prompt, row["text"]) if part), flush=True)
     if arguments.grid:
         with writes(arguments.out):
             grid = contact_sheet(sheet, columns=arguments.columns)
