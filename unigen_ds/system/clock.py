@@ -102,24 +102,6 @@ class Clock:
         return wall, sections
 
 
-# How long a start needs: from the building of a run to its first update.
-
-_since: float | None = None
-
-
-def begin() -> None:
-    global _since
-    _since = time.perf_counter()
-
-
-def start_duration() -> float | None:
-    """Since the run began; None where none did."""
-    global _since
-    duration = None if _since is None else time.perf_counter() - _since
-    _since = None
-    return duration
-
-
 # How long an engine communicates, whatever the engine: the collectives of ``torch.distributed`` are timed.
 
 _METHODS = (
