@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.curves import curves
 from tests.support.golden_files import NANOVLM, read_json
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.schedule.schedule import Schedules
@@ -15,7 +16,7 @@ GEOMETRY = Geometry(batch_size=3, accumulative_counts=4, dp_size=2)
 def ours(curve: dict, **spec) -> list[float]:
     size, steps = GEOMETRY.global_batch_size, curve["max_steps"]
     schedules = Schedules.from_cfg(
-        dict(type="WarmupCosineLR", **spec),
+        curves(dict(type="WarmupCosineLR", **spec)),
         ruler=Ruler(GEOMETRY, 10 * size),
         base=[{"name": "default", "lr": curve["max_lr"]}],
         total_sequences=steps * size,

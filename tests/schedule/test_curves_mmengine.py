@@ -14,6 +14,7 @@ import pytest
 import torch
 from mmengine.optim import scheduler as mm
 
+from tests.support.curves import curves
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.schedule.schedule import Schedules
 
@@ -49,7 +50,7 @@ def our_run(specs: list[dict], *, iterations: int, epoch_length: int) -> list[tu
     """The same, computed from progress only and in reverse order: no value may depend on the previous one."""
     ruler = Ruler(Geometry(4, 1, 2), epoch_length * PER_ITERATION)
     schedules = Schedules.from_cfg(
-        specs,
+        curves(specs),
         ruler=ruler,
         base=[{"name": str(lr), "lr": lr} for lr in BASE],
         total_sequences=iterations * PER_ITERATION,

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
 
+from tests.support.curves import curves
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule.schedule import CurveList, Schedules, curves_text
+from unigen_ds.schedule.schedule import Schedules, curves_text
 
 BASE = [{"name": "default", "lr": 1e-4}, {"name": "connector", "lr": 5e-3}, {"name": "frozen", "lr": 0.0}]
 WARMUP_COSINE = [
@@ -33,7 +34,7 @@ EVERY_KIND = [
 
 
 def make(cfg, *, geometry=Geometry(8), per_epoch=800, total=3200.0, base=BASE) -> Schedules:  # noqa: B008
-    return Schedules.from_cfg(cfg, ruler=Ruler(geometry, per_epoch), base=base, total_sequences=total)
+    return Schedules.from_cfg(curves(cfg), ruler=Ruler(geometry, per_epoch), base=base, total_sequences=total)
 
 
 def lrs(schedules: Schedules, sequences: int, tokens: int = 0) -> list[float]:
@@ -140,8 +141,8 @@ class TestState:
         assert state["base"] == BASE and state["lr_scale"] == 1.0 and state["total_sequences"] == 3200.0
 
     def test_the_text_tells_an_edit(self) -> None:
-        def text(curves: Any) -> str:
-            return curves_text(CurveList.parse({"param_scheduler": curves}).param_scheduler)
+        def text(specs: Any) -> str:
+            return curves_text(curves(specs))
 
         old = make(WARMUP_COSINE).config
         other_order = [dict(reversed(list(spec.items()))) for spec in WARMUP_COSINE]
