@@ -18,9 +18,6 @@ from unigen_ds.core.errors import ConfigError
 
 _STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|bash|sh|srun|xtuner")
 """Commands that start a training."""
-_MODULES = ("torch.distributed.run", "torch.distributed.launch")
-"""What ``python -m`` starts torchrun by."""
-_LAUNCHERS = ("torchrun", "deepspeed")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _OPERATOR = re.compile(r"[|&;()]+|\d?[<>].*")
 _LAUNCH = ("num_nodes", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
@@ -71,7 +68,7 @@ class Command:
     def start(self, config: str) -> str:
         """Return how the written config is started, as the old one was: with the same processes and variables."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        launchers = [word for word in self.starts if word in _LAUNCHERS]
+        launchers = [word for word in self.starts if word in ("torchrun", "deepspeed")]
         words += launchers[:1] or ["torchrun" if self.launch else "python"]
         for name, value in self.launch.items():
             words.append(f"--{'nnodes' if name == 'num_nodes' else name}={shlex.quote(value)}")
@@ -106,7 +103,7 @@ def read_command(words: Sequence[str]) -> Command:
             command.others.append((word, "what else the command has is not stated"))
         elif word == "-m" and rest and is_begun and not is_started:
             module = rest.pop(0)
-            is_started = module not in _MODULES
+            is_started = module not in ("torch.distributed.run", "torch.distributed.launch")
             command.starts.append(module if is_started else "torchrun")
         elif word.startswith("-"):
             is_started, is_begun = is_started or not is_begun, True

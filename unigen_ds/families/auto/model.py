@@ -38,8 +38,6 @@ from unigen_ds.system.log import logger
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 """Largest difference of packed documents, relative to the root mean square of the logits: fp32, lower precision."""
-_NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
-"""Errors of a model's own attention that receives something else than a mask."""
 
 
 class TransformersModel(PretrainedModel):
@@ -101,7 +99,7 @@ class TransformersModel(PretrainedModel):
             self.add_module(name, module)
         if [*causal.parameters(recurse=False)] or causal.get_output_embeddings() is None:
             problem = f"{type(causal).__name__} of transformers has parameters outside of its layers, or no head"
-            raise ConfigError(problem, remedy=_OWN)
+            raise ConfigError(problem, remedy="another model, or a family of your own (docs/extending/model.md)")
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
@@ -350,7 +348,7 @@ class TransformersModel(PretrainedModel):
         alone, second = self._rows(first, index), first.document_lengths[0]
         try:
             packed, packed_other = self._in_one_row(first, index), self._in_one_row(other, index)
-        except _NO_MASK as error:
+        except (AttributeError, IndexError, TypeError, ValueError) as error:  # its own attention expects a mask
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
         if not torch.equal(packed[second:], packed_other[second:]):
             return "a document changes the one after it"
@@ -378,9 +376,6 @@ class ImageTextToText(TransformersModel):
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"reads_images": True}
-
-
-_OWN = "another model, or a family of your own (docs/extending/model.md)"
 
 
 def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:

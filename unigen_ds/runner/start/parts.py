@@ -210,8 +210,6 @@ _OWN = (
 )  # fmt: skip
 _OWN_LAST = ("cache_dir", "num_workers", "index_workers", "prefetch_factor", "pin_memory")
 _NAMED_ABOVE = ("names", "sizes", "digests", "records", "units")
-_LONGEST = 80
-"""Characters of a value that the error has."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 
 
@@ -275,7 +273,7 @@ def _compare(own: Mapping[str, Any]) -> None:
         for rank, one in enumerate(ranks):
             having[one.get(key, "not there")].append(str(rank))
         if len(having) > 1:
-            values = (f"rank {', '.join(of_text[:8])}: {text[:_LONGEST]}" for text, of_text in having.items())
+            values = (f"rank {', '.join(of_text[:8])}: {text[:80]}" for text, of_text in having.items())
             lines.append(f"{key}: {'; '.join(values)}")
     raise RanksDiffer(
         "the processes differ:\n  " + first_names(lines, "\n  "),
