@@ -134,8 +134,7 @@ class EvaluateHook(Hook):
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Results of updates that the run has gone back from are not among the others."""
-        if dist.is_main():
-            set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
+        set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
 
     def before_update(self, run: Run) -> None:
         if self.at_start and run.progress.updates == 0:
@@ -209,9 +208,9 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``. Rank 0."""
+    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``, on rank 0."""
     later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
-    if not later:
+    if not later or not dist.is_main():
         return
     try:
         (folder / "abandoned").mkdir(exist_ok=True)
