@@ -176,7 +176,8 @@ class EvaluateHook(Hook):
             )  # fmt: skip
         self._last_metrics = progress if due else self._last_metrics
         self.complete = (due or not self._metrics) and not evaluation.failures
-        if evaluation.has_metrics and dist.is_main():
+        has_metrics = any(not result.provenance["metric"].startswith(PREFIX) for result in evaluation.results)
+        if has_metrics and dist.is_main():
             path = run.work_dir / _FOLDER / f"{progress.updates}.json"
             try:
                 make_directory(path.parent)
