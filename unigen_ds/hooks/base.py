@@ -148,8 +148,6 @@ class Run(Protocol):
     """The config as plain values, for records of the run."""
     peak_tflops: float | None
     """``env.peak_tflops``: 10**12 operations a second of one device, where the config has it."""
-    began: float
-    """When the building of the run began, of ``time.perf_counter``."""
     clock: Clock
     hooks: Sequence[Hook]
 

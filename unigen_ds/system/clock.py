@@ -31,8 +31,10 @@ class Clock:
     nothing waits for them: what is not yet passed counts at the next read.
     """
 
-    def __init__(self, *, device: torch.device | None = None) -> None:
+    def __init__(self, *, device: torch.device | None = None, began: float = 0.0) -> None:
         self.on_cuda = device is not None and device.type == "cuda"
+        self.began = began
+        """When the building of the run began, of ``time.perf_counter``."""
         self._sections: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         """Seconds by section since the clock was made; reading does not reset them."""

@@ -193,7 +193,7 @@ class TimelineHook(JournalHook):
         record = {
             "event": "start",
             **_now(run),
-            "start_up": self._began - run.began,
+            "start_up": self._began - run.clock.began,
             "checkpoint": self._manifest.get("path"),
             "sequences": run.progress.sequences,
             "sequences_per_epoch": run.ruler.sequences_per_epoch,
