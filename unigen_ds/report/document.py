@@ -40,7 +40,7 @@ def _environment() -> jinja2.Environment:
         "count": group_digits, "number": number_text, "percent": percent, "plural": plural, "seconds": seconds_text,
         "time_of": time_of, "value": value_text, "script_json": _script_json,
     }  # fmt: skip
-    environment.tests["long"] = lambda value: any(len(word) > 24 for word in str(value).split())  # may break
+    environment.tests["long"] = lambda value: any(len(word) > 24 for word in str(value).split())  # may be broken
     return environment
 
 

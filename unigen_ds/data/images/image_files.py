@@ -24,7 +24,7 @@ import torch
 import xxhash
 from annotated_types import Ge
 from numpy.typing import NDArray
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from unigen_ds.config.registry import TRANSFORMS, checked
@@ -214,7 +214,7 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & set(image.info)):
         return 1  # a PNG would be decoded to look for EXIF data after its pixels
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF data is no reason to leave out the picture
         return 1
     return orientation if orientation in _TURNS else 1

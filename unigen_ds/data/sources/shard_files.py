@@ -194,7 +194,7 @@ class ShardList:
         if "file" in filesystem.protocol:
             if info["type"] != "file":
                 raise FileNotFoundError(path)
-            return info["size"], quick_digest(Path(path), blocks=2)  # its ends: there may be thousands
+            return info["size"], quick_digest(Path(path), blocks=2)  # of its ends alone: there may be thousands
         lfs = info.get("lfs")
         digest = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
         version = next((value for value in (digest, *map(info.get, _VERSIONS)) if value), None)

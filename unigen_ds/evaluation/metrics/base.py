@@ -249,7 +249,7 @@ class LocalModel:
         self.check()
         digest = blake2b(digest_size=16)
         for path in sorted(self.folder.iterdir()):
-            if path.suffix in (".json", ".safetensors", ".txt", ".model") and path.is_file():  # what is read
+            if path.suffix in (".json", ".safetensors", ".txt", ".model") and path.is_file():  # no pickled one
                 digest.update(f"{path.name} {file_digest(path)}\n".encode())
         return {"model": f"{self.name} {digest.hexdigest()}", "precision": "model float32, mean float64"}
 
