@@ -18,6 +18,7 @@ from unigen_ds.core.errors import ConfigError
 
 _STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|bash|sh|srun|xtuner")
 """Commands that start a training."""
+_LAUNCHERS = ("torchrun", "deepspeed")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _OPERATOR = re.compile(r"[|&;()]+|\d?[<>].*")
 _LAUNCH = ("num_nodes", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port")
@@ -68,7 +69,7 @@ class Command:
     def start(self, config: str) -> str:
         """Return how the written config is started, as the old one was: with the same processes and variables."""
         words = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        launchers = [word for word in self.starts if word in ("torchrun", "deepspeed")]
+        launchers = [word for word in self.starts if word in _LAUNCHERS]
         words += launchers[:1] or ["torchrun" if self.launch else "python"]
         for name, value in self.launch.items():
             words.append(f"--{'nnodes' if name == 'num_nodes' else name}={shlex.quote(value)}")
