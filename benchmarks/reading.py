@@ -41,8 +41,8 @@ from unigen_ds.checkpoint.layouts.deepspeed import DeepSpeedReader
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, MASTER, shard_key
+from unigen_ds.hooks.evaluate.ema import ShardEMA
 from unigen_ds.models.weights import stored_tensors
-from unigen_ds.optim.averaging import ShardEMA
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 
 LIMIT, GROWTH = 1.5, 4.0

@@ -50,7 +50,7 @@ from unigen_ds.checkpoint.background import BackgroundWriter, _Pickler
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import EMA
-from unigen_ds.optim.averaging import ShardEMA
+from unigen_ds.hooks.evaluate.ema import ShardEMA
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.system import dist
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -15,14 +15,24 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint import saver, store
 from unigen_ds.checkpoint.manifest import Manifest
+from unigen_ds.config.section import AS_LIST, Section
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.core.shards import Shard
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
-from unigen_ds.schedule.schedule import Schedules
+from unigen_ds.schedule.schedule import CurveComponent, Schedules
 from unigen_ds.system.outputs import write_output
 
 GEOMETRY = Geometry(batch_size=4, accumulative_counts=3)
 RULER = Ruler(GEOMETRY, sequences_per_epoch=60)
+
+
+class _Curves(Section):
+    param_scheduler: Annotated[tuple[CurveComponent, ...], AS_LIST] = ()
+
+
+def schedules_of(specs: Any, **options: Any) -> Schedules:
+    """``Schedules.from_cfg`` of curves as a config has them."""
+    return Schedules.from_cfg(_Curves.parse({"param_scheduler": specs}).param_scheduler, **options)
 
 
 def make_backend(*, width: int = 6, updates: int = 1) -> SingleBackend:

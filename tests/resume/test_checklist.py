@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.support import make_manifest
+from tests.checkpoint.support import make_manifest, schedules_of
 from unigen_ds.checkpoint.manifest import FileEntry, Manifest
 from unigen_ds.core.progress import Geometry, Progress, Ruler
 from unigen_ds.data.batches.change import DataChange
@@ -26,7 +26,7 @@ CURVE = [
 
 def schedules(ruler: Ruler, *, curve: Any = CURVE, epochs: int = EPOCHS, lr: float = 1e-4) -> Schedules:
     base = [{"name": "default", "lr": lr}]
-    return Schedules.from_cfg(curve, ruler=ruler, base=base, total_sequences=epochs * ruler.sequences_per_epoch)
+    return schedules_of(curve, ruler=ruler, base=base, total_sequences=epochs * ruler.sequences_per_epoch)
 
 
 def manifest_of(geometry: Geometry = FIRST, *, iterations: int = 1500, **values: Any) -> Manifest:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from mmengine.optim import scheduler as mm
 
+from tests.checkpoint.support import schedules_of
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule.schedule import Schedules
 
 BASE = (1e-4, 5e-3)
 PER_ITERATION = 8
@@ -48,7 +48,7 @@ def mmengine_run(specs: list[dict], *, iterations: int, epoch_length: int) -> li
 def our_run(specs: list[dict], *, iterations: int, epoch_length: int) -> list[tuple[float, ...]]:
     """The same, computed from progress only and in reverse order: no value may depend on the previous one."""
     ruler = Ruler(Geometry(4, 1, 2), epoch_length * PER_ITERATION)
-    schedules = Schedules.from_cfg(
+    schedules = schedules_of(
         specs,
         ruler=ruler,
         base=[{"name": str(lr), "lr": lr} for lr in BASE],

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import Any
 
 import pytest
 from mmengine.optim.scheduler import CosineAnnealingLR as MmengineCosine
 
+from tests.checkpoint.support import schedules_of
+from tests.support.golden_files import NANOVLM, read_json
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry, Progress, Ruler
-from unigen_ds.schedule.schedule import CurveList, Schedules, curves_text
+from unigen_ds.schedule.schedule import Schedules
 
 BASE = [{"name": "default", "lr": 1e-4}, {"name": "connector", "lr": 5e-3}, {"name": "frozen", "lr": 0.0}]
 WARMUP_COSINE = [
@@ -33,7 +34,7 @@ EVERY_KIND = [
 
 
 def make(cfg, *, geometry=Geometry(8), per_epoch=800, total=3200.0, base=BASE) -> Schedules:  # noqa: B008
-    return Schedules.from_cfg(cfg, ruler=Ruler(geometry, per_epoch), base=base, total_sequences=total)
+    return schedules_of(cfg, ruler=Ruler(geometry, per_epoch), base=base, total_sequences=total)
 
 
 def lrs(schedules: Schedules, sequences: int, tokens: int = 0) -> list[float]:
@@ -140,15 +141,12 @@ class TestState:
         assert state["base"] == BASE and state["lr_scale"] == 1.0 and state["total_sequences"] == 3200.0
 
     def test_the_text_tells_an_edit(self) -> None:
-        def text(curves: Any) -> str:
-            return curves_text(CurveList.parse({"param_scheduler": curves}).param_scheduler)
-
         old = make(WARMUP_COSINE).config
         other_order = [dict(reversed(list(spec.items()))) for spec in WARMUP_COSINE]
-        assert text(other_order) == old
-        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]) == old
-        assert text([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]) != old
-        assert text(WARMUP_COSINE[0]) == text(WARMUP_COSINE[:1])
+        assert make(other_order).config == old
+        assert make([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 4.0}]).config == old
+        assert make([WARMUP_COSINE[0], {**WARMUP_COSINE[1], "end": 5}]).config != old
+        assert make(WARMUP_COSINE[0]).config == make(WARMUP_COSINE[:1]).config
 
     def test_a_default_made_explicit_is_no_edit(self) -> None:
         old = make(WARMUP_COSINE)
@@ -187,6 +185,21 @@ class TestErrors:
         with pytest.raises(ConfigError, match=words) as error:
             make(cfg)
         assert "param_scheduler" in str(error.value)
+
+
+@pytest.mark.parametrize("curve", read_json(NANOVLM / "lr.json"), ids=lambda c: f"{c['max_steps']} updates")
+def test_every_value_of_nanovlm(curve: dict) -> None:
+    """``WarmupCosineLR`` compared with numbers of public nanoVLM (see ``tests/golden/README.md``)."""
+    geometry = Geometry(batch_size=3, accumulative_counts=4, dp_size=2)
+    size, (first, last) = geometry.global_batch_size, curve["it"]
+    base, sizes = (
+        [{"name": "default", "lr": curve["max_lr"]}],
+        {"per_epoch": 10 * size, "total": curve["max_steps"] * size},
+    )
+    schedules = make(dict(type="WarmupCosineLR"), geometry=geometry, base=base, **sizes)
+    assert len(curve["values"]) == last - first + 1 > 10
+    ours = [schedules.at(Progress(sequences=i * size))[0]["lr"] for i in range(first, last + 1)]
+    assert ours == pytest.approx(curve["values"], rel=1e-12, abs=0.0)
 
 
 def test_a_class_of_mmengine_means_the_curve_of_its_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,8 +33,6 @@ from unigen_ds.runner.open.answers import answer
 from unigen_ds.runner.open.trained import check_device, open_inferencer
 from unigen_ds.system.log import logger
 
-OPEN_AT_ONCE = 2
-NEWS_SECONDS = 0.25
 SMALLEST, LARGEST, STEP = 192, 1024, 384
 """Longest side of a picture in the browser: smaller ones are enlarged, with their own pixels visible."""
 
@@ -71,7 +69,7 @@ class Models:
         key = (names[choice.name], choice.raw)
         inferencer = self._open.pop(key, None)
         if inferencer is None:
-            while len(self._open) >= OPEN_AT_ONCE:
+            while len(self._open) >= 2:
                 del self._open[next(iter(self._open))]
             inferencer = open_inferencer(key[0], raw=choice.raw, tag=self._tag, **self._options)
         self._open[key] = inferencer
@@ -168,7 +166,7 @@ class Service:
         worker.start()
         try:
             while running:
-                worker.join(NEWS_SECONDS)
+                worker.join(0.25)
                 running = worker.is_alive()
                 progress = [one.progress for one in exchange.replies]
                 if conversation.over:

@@ -22,8 +22,6 @@ _FOLDER = "base"
 """Folder of a work dir that has the copy of the base."""
 _CONFIGS = ("config.json", "llm_config.json", "vit_config.json", "unigen_ds.json")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_LARGE = 64 << 20
-"""Bytes of a further file that is not copied: tokenizers are smaller."""
 
 
 def read_base(folders: Folders) -> Base:
@@ -78,7 +76,7 @@ def save_base(base: Base, checkpoint_dir: Path) -> Path | None:
     entries = {entry.path: entry for entry in base.files}
     with new_directory(out) as staging:
         for name, path in _files(base.path).items():
-            if name not in entries and (path.suffix in _WEIGHTS or path.stat().st_size > _LARGE):
+            if name not in entries and (path.suffix in _WEIGHTS or path.stat().st_size > 64 << 20):  # no tokenizer
                 logger().info("%s is not copied: the base does not need it.", path)
                 continue
             target = staging / name

@@ -50,8 +50,6 @@ FORMAT_VERSION, WITH_BASE = 2, 3
 FILE_NAME = "manifest.json"
 FULL = "full"
 """Folder of a checkpoint that was saved with ``CheckpointHook(form='both')``: the same checkpoint, consolidated."""
-_MAX_LENGTH = 300
-"""Characters of an error that a message repeats: the error of a damaged file may be of any length."""
 _PACKAGES = ("unigen_ds", "torch", "transformers", "safetensors", "numpy", "pillow", "mmengine", "deepspeed")
 
 
@@ -174,7 +172,7 @@ class Manifest:
             state.pop("iteration", None)
             return _VALUES.validate_python(state)
         except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LENGTH]
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]  # it may be of any length
             raise CheckpointError(f"{path} is damaged: {what}") from error
 
 

@@ -195,8 +195,8 @@ def component_problems(
         return [error]
     arguments = {key: value for key, value in spec.items() if key != "type"}
     errors = argument_problems(cls, arguments, where=where, from_run=from_run)
-    mandatory = [p for p in _parameters(cls).values() if p.default is p.empty and p.kind not in _VARIABLE]
-    missing = [f"{where}.{p.name}" for p in mandatory if p.name not in arguments and p.name not in from_run]
+    singles = [p for p in _parameters(cls).values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [f"{where}.{p.name}" for p in singles if p.default is p.empty and p.name not in {*arguments, *from_run}]
     return errors + ([ConfigError(f"the config has no {', '.join(missing)} ({cls.__name__})")] if missing else [])
 
 
@@ -230,9 +230,6 @@ def argument_problems(
             )
             errors.append(ConfigError(f"{where}.{key} is {format_value(value)}", allowed=choices))
     return errors
-
-
-_VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
 def _parameters(cls: Any) -> Mapping[str, inspect.Parameter]:

@@ -53,7 +53,6 @@ _LIVES = "workers live as long as the run"
 _ENV = "delete it; env.dist_timeout_s and env.num_threads, and launcher are what there is of env_cfg"
 _EVALUATION = "delete it, EvaluateHook in custom_hooks sets when and what is evaluated: docs/evaluation/validation.md"
 _TEST = "delete it, and give val_dataloader the data: docs/evaluation/validation.md"
-_PRECISION = "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'"
 
 _NAMES = {
     "optim_wrapper.optimizer.lr": ("lr", "learning_rate"),
@@ -107,7 +106,7 @@ KEYS: dict[str, Key] = {
     "env_cfg.cudnn_benchmark": Key("it is off", (False, None), _ENV),
     "train_cfg.type": Key(_LOOP),
     "train_cfg.by_epoch": Key(_LOOP),
-    "optim_wrapper.type": Key("", _NEVER, _PRECISION),
+    "optim_wrapper.type": Key("", _NEVER, "delete it, optim_wrapper.precision is 'fp32', 'bf16' or 'fp16'"),
     "optim_wrapper.dtype": Key("", _NEVER, "optim_wrapper.precision='bf16' or 'fp16'"),
     "optim_wrapper.clip_grad.error_if_nonfinite": Key("NanGuardHook skips and counts such updates", (False,)),
     "optim_wrapper.clip_grad.norm_type": Key("the norm is the L2 norm of all gradients", (2,)),
@@ -184,7 +183,6 @@ def _paths(schema: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, s
 
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OF_WRAPPERS = {"AmpOptimWrapper": "fp16", "OptimWrapper": "fp32"}  # fp16: as torch's autocast chooses on CUDA
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _COLLATES = ("default_collate", "pseudo_collate")
 
 
@@ -250,7 +248,7 @@ class _Translation:
     def runtime(self) -> None:
         """The level of the log, the timeout of collectives, the precision, and mmengine's writer into the work dir."""
         level, timeout = str(self.get("log_level")).upper(), self.get("env_cfg.dist_cfg.timeout")
-        if level in _LEVELS:
+        if level in ("DEBUG", "INFO", "WARNING", "ERROR"):
             self.replace("env.log_level", level, "log_level")
         if isinstance(timeout, (int, float)):
             self.replace("env.dist_timeout_s", timeout, "env_cfg.dist_cfg.timeout")

@@ -18,7 +18,6 @@ from unigen_ds.data.datasets.groups import DataGroup
 Tokenizer = Annotated[Component, Of(TOKENIZERS)]
 Transform = Annotated[Component, Of(TRANSFORMS)]
 _Source = Annotated[Component, Of(DATASETS, from_run=("processor",))]
-_Packer = Annotated[Component, Of(PACKERS)]
 
 
 class TrainDataloader(Section):
@@ -42,7 +41,7 @@ class TrainDataloader(Section):
     overflow: Literal["split", "truncate", "skip", "error"] | None = None
     """Longer records: `'split'`, `'truncate'`, `'skip'` or `'error'`; None: plain texts are split, all others are
     skipped and counted. [records longer than `seq_length`](data/left_out.md#records-longer-than-seq_length)."""
-    packing: _Packer | None = None
+    packing: Annotated[Component, Of(PACKERS)] | None = None
     """Component that puts several samples into a sequence; None: one each."""
     drop_last: bool = True
     """Unpacked: leave out the samples that fill no whole iteration. False: fill up the last iteration with empty

@@ -59,10 +59,6 @@ class Evaluation:
         values = {name: value for result in self.results for name, value in result.values.items()}
         return {name if name.startswith(PREFIX) else f"{PREFIX}{name}": value for name, value in values.items()}
 
-    @property
-    def has_metrics(self) -> bool:
-        return any(not result.provenance["metric"].startswith(PREFIX) for result in self.results)
-
 
 @dataclass(frozen=True)
 class _ValidationSet:

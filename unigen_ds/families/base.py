@@ -158,6 +158,7 @@ class Family:
 class ConversationFamily(Family):
     """A family that learns from conversations: it has a tokenizer and a ``ConversationProcessor``."""
 
+    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     processor_type: ClassVar[type[ConversationProcessor]]
 
     def build(self, spec: Mapping[str, Any], *, vocab_size: int | None) -> nn.Module:

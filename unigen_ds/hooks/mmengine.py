@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     import mmengine.hooks
     import mmengine.visualization
 
-OURS_INSTEAD = ("CheckpointHook", "EMAHook")
-"""Hooks of mmengine that save or own the training's state: ours of the same name are used instead."""
 REFUSALS = {
     "CheckpointHook": "default_hooks.checkpoint saves",
     "EMAHook": "custom_hooks=[dict(type='EMAHook', momentum=...)] averages the engine's shards",
@@ -61,7 +59,7 @@ def adapt_hook(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an entry of ``custom_hooks``, as one of ``MMEngineHook`` if it names a class derived from mmengine's
     ``Hook``. A bare name is ours where we have it."""
     cls = _mmengine_class(spec.get("type"))
-    if cls is None or (cls.__name__ in OURS_INSTEAD and _is_own(cls)):
+    if cls is None or (cls.__name__ in ("CheckpointHook", "EMAHook") and _is_own(cls)):
         return spec
     path = f"{cls.__module__}.{cls.__qualname__}"
     hook = path if get_object_from_string(path) is cls else cls

@@ -18,8 +18,6 @@ from unigen_ds.core.errors import ConfigError
 
 _STARTER = re.compile(r"torchrun|python[\d.]*|deepspeed|bash|sh|srun|xtuner")
 """Commands that start a training."""
-_MODULES = ("torch.distributed.run", "torch.distributed.launch")
-"""What ``python -m`` starts torchrun by."""
 _LAUNCHERS = ("torchrun", "deepspeed")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _OPERATOR = re.compile(r"[|&;()]+|\d?[<>].*")
@@ -106,7 +104,7 @@ def read_command(words: Sequence[str]) -> Command:
             command.others.append((word, "what else the command has is not stated"))
         elif word == "-m" and rest and is_begun and not is_started:
             module = rest.pop(0)
-            is_started = module not in _MODULES
+            is_started = module not in ("torch.distributed.run", "torch.distributed.launch")
             command.starts.append(module if is_started else "torchrun")
         elif word.startswith("-"):
             is_started, is_begun = is_started or not is_begun, True

@@ -33,11 +33,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order. A model's
 argument ``attend`` replaces the attention within the batch: for inference on top of cached tokens."""
 
-_MIN_FILL = 0.75  # a document joins a bucket when it fills this share of its padded length
 BLOCK = 128
 """Positions of a side of a block, FlexAttention's default. Padding to whole ones also saves bounds checks."""
-_MIN_HEAD_WIDTH = 16
-"""The kernels' lower limit; narrower heads are filled up with zeros."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class FlexPlan:
     def __call__(self, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
         """``[T, H, E]`` each (k and v may have fewer heads, a divisor) -> ``[T, H, E]``."""
         num_tokens, _, width = q_THE.shape
-        wide = max(width, _MIN_HEAD_WIDTH)
+        wide = max(width, 16)  # the kernels' lower limit: narrower heads are filled up with zeros
         if wide > width:
             q_THE = q_THE * math.sqrt(wide / width)  # the kernel divides by the root of the width that it sees
         fill = (0, wide - width, 0, 0, 0, self.block_mask.shape[-1] - num_tokens)
@@ -159,7 +156,7 @@ def plan_sdpa(
     starts = [0, *accumulate(lengths)]
     groups: list[list[int]] = []  # document numbers, longest first, divided where padding would waste too much
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        if groups and lengths[number] >= _MIN_FILL * lengths[groups[-1][0]]:
+        if groups and lengths[number] >= 0.75 * lengths[groups[-1][0]]:  # it fills most of its padded length
             groups[-1].append(number)
         else:
             groups.append([number])

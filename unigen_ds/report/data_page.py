@@ -30,7 +30,6 @@ from unigen_ds.report.document import (
     write_document,
 )
 
-_KINDS = ("text", "image", "other")
 LARGEST = 128
 """Pixels of a side of a picture."""
 _ROLES = {
@@ -85,7 +84,7 @@ def _balance(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, floa
     for name, one in ({"all sources": total, **sources} if len(sources) > 1 else sources).items():
         rows = []
         for label, key in (("tokens", "tokens"), ("loss targets", "targets")):
-            parts = {kind: value for kind in _KINDS if (value := one.get(f"{kind}_{key}", 0.0))}
+            parts = {kind: value for kind in ("text", "image", "other") if (value := one.get(f"{kind}_{key}", 0.0))}
             whole = sum(parts.values())
             texts = [f"{kind} {group_digits(value)} ({percent(value / whole)})" for kind, value in parts.items()]
             text = f"{label}: {', '.join(texts) or 'none'}"

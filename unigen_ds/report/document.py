@@ -15,9 +15,6 @@ from markupsafe import Markup
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.system.files import write_text_atomic
 
-_LONG = 24
-"""Characters of a word that may be broken in a table."""
-
 
 class TableCell(NamedTuple):
     """A value of a table that is displayed in another way than its column: the kinds are in ``macros.html.j2``."""
@@ -43,7 +40,7 @@ def _environment() -> jinja2.Environment:
         "count": group_digits, "number": number_text, "percent": percent, "plural": plural, "seconds": seconds_text,
         "time_of": time_of, "value": value_text, "script_json": _script_json,
     }  # fmt: skip
-    environment.tests["long"] = lambda value: any(len(word) > _LONG for word in str(value).split())
+    environment.tests["long"] = lambda value: any(len(word) > 24 for word in str(value).split())  # may be broken
     return environment
 
 

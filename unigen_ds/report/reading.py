@@ -29,8 +29,6 @@ from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, T
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
 SCORES = "evaluations"
 """Folder of ``EvaluateHook``'s metrics; its lines in ``metrics.jsonl`` have the same values without provenance."""
-_STATISTICS = "training_stats"
-"""Event of the lines with the statistics over ranks."""
 _OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
 POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
@@ -263,7 +261,7 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
     provenance is left out of the lines. The result of another process is read by the rules of ``AsyncEvaluateHook``,
     and has the names that it logs.
     """
-    lines = [line for line in lines if "update" in line and line.get("event") != _STATISTICS]
+    lines = [line for line in lines if "update" in line and line.get("event") != "training_stats"]
     names = [key for line in lines if line.get("event") == "async_evaluation" for key in line if "/" in key]
     prefix = names[0].partition("/")[0] if names else None  # None: the run has no such hook, or no result of it yet
     scores = sorted((path / SCORES).glob("*.json"), key=lambda file: (len(file.name), file.name))

@@ -28,8 +28,6 @@ ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")
 EVERY_S = 3.0
 """Between two requests of an open page."""
-_LEAST_S, _SHARE = 1.0, 5
-"""Seconds after a page was made, and how many times as long as that lasted, before the next is made."""
 
 
 class LivePage:
@@ -49,7 +47,7 @@ class LivePage:
                 text = report_text(self._work_dirs, max_pictures=self._max_pictures, every_s=EVERY_S)
                 self._content, self._state = text.encode(), state
                 self._tag = f'"{xxhash.xxh3_64_hexdigest(self._content)}"'
-                self._next = time.monotonic() + max(_LEAST_S, _SHARE * (time.monotonic() - now))
+                self._next = time.monotonic() + max(1.0, 5 * (time.monotonic() - now))
             return self._content, self._tag
 
     def _files(self) -> Iterator[tuple[str, int, int]]:

@@ -24,7 +24,6 @@ _SIZES = (
     "model.llm.", "model.vit.", "model.vae.", "model.pixel_shuffle_factor", "model.latent_patch_size",
     "lora.r", "lora.alpha", "lora.use_", "lora.quantize",
 )  # fmt: skip
-_NOT_SIZES = ("dropout", "initializer_range", "max_position_embeddings")
 _IN_SHAPES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "image_size", "patch_size", "num_channels",
     "channels", "base_channels", "channel_multipliers", "num_blocks", "latent_channels", "latent_patch_size",
@@ -169,7 +168,7 @@ def edited_settings(old: Mapping[str, Any], config: Mapping[str, Any]) -> list[s
 
 
 def _is_size(key: str) -> bool:
-    return key.startswith(_SIZES) and not key.endswith(_NOT_SIZES)
+    return key.startswith(_SIZES) and not key.endswith(("dropout", "initializer_range", "max_position_embeddings"))
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

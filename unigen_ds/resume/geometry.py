@@ -10,6 +10,7 @@ from typing import Any
 from unigen_ds.backends.base import Backend
 from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import first_names
 from unigen_ds.data.settings import TrainDataloader
 
 
@@ -41,13 +42,10 @@ def keep_batch(total: int, dp_size: int, *, most: int) -> Geometry:
     return splits[-1]
 
 
-def geometries_text(total: int, dp_size: int, *, most: int = 8) -> str:
+def geometries_text(total: int, dp_size: int) -> str:
     """The remedy for a wrong effective batch: the splits that restore it, or the nearest possible batches."""
-    geometries = equal_geometries(total, dp_size)
-    if geometries:
-        first = ", ".join(f"{g.batch_size} x {g.accumulative_counts}" for g in geometries[:most])
-        more = f" ... ({len(geometries)} in all)" if len(geometries) > most else ""
-        return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {first}{more}"
+    if splits := [f"{one.batch_size} x {one.accumulative_counts}" for one in equal_geometries(total, dp_size)]:
+        return f"batch_size x accumulative_counts that keep {total} on {dp_size} process(es): {first_names(splits)}"
     below = total // dp_size * dp_size
     nearest = " and ".join(str(value) for value in (below, below + dp_size) if value)
     return (

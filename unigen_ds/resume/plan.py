@@ -29,14 +29,12 @@ from unigen_ds.system.log import notice
 NOT_RESUMED = "Not resumed from"
 """First words of a message about a newer checkpoint that cannot be used."""
 
-Mode = Literal["fresh", "resume", "weights"]
-
 
 @dataclass(frozen=True)
 class ResumePlan:
     """What will be loaded. ``messages`` are to be logged once logging is up."""
 
-    mode: Mode
+    mode: Literal["fresh", "resume", "weights"]
     checkpoint: Path | None = None
     manifest: Manifest | None = None
     """None with a checkpoint: it is of another trainer (``checkpoint/foreign.py``)."""

@@ -28,9 +28,6 @@ from unigen_ds.config.values import NotNegative, Share
 from unigen_ds.core.errors import ConfigError, nearest
 from unigen_ds.core.progress import Progress, Ruler
 
-MMENGINE_INF = 10**9
-"""mmengine's ``INF``: an ``end`` of that many epochs or iterations means the end of training."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -175,7 +172,7 @@ class Curve:
             return amount
 
         begin, end = data(self.begin), None
-        limit = MMENGINE_INF if unit in ("epoch", "iteration") else math.inf
+        limit = 10**9 if unit in ("epoch", "iteration") else math.inf  # mmengine's INF: the end of training
         if self.end is not None and self.end < limit:
             end = data(self.end)
             if self.staircase and (begin % epoch or end % epoch):

@@ -14,10 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
-
 from unigen_ds.config.registry import CURVES
-from unigen_ds.config.section import AS_LIST, Component, Of, Section, argument_defaults
+from unigen_ds.config.section import Component, Of, argument_defaults
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.core.progress import Progress, Ruler
@@ -25,12 +23,6 @@ from unigen_ds.schedule.curves import PlacedCurve
 
 VERSION = 1
 CurveComponent = Annotated[Component, Of(CURVES)]
-
-
-class CurveList(Section):
-    """The curves alone, for a use without a whole config."""
-
-    param_scheduler: Annotated[tuple[CurveComponent, ...], AS_LIST] = Field(default=())
 
 
 @dataclass(frozen=True)
@@ -49,16 +41,10 @@ class Schedules:
 
     @classmethod
     def from_cfg(
-        cls,
-        param_scheduler: Sequence[Component | Mapping[str, Any]] | Mapping[str, Any] | None,
-        *,
-        ruler: Ruler,
-        base: Sequence[Mapping[str, Any]],
-        total_sequences: float,
+        cls, curves: Sequence[Component], *, ruler: Ruler, base: Sequence[Mapping[str, Any]], total_sequences: float
     ) -> Schedules:
-        """Place the curves of a config by the first start's ``ruler``. None or an empty list: every group keeps its
-        learning rate. Raises ``ConfigError`` naming the entry that cannot work."""
-        curves = CurveList.parse({"param_scheduler": param_scheduler}).param_scheduler
+        """Place the curves of a config by the first start's ``ruler``. Without any, every group keeps its learning
+        rate. Raises ``ConfigError`` naming the entry that cannot work."""
         placed_curves: list[PlacedCurve] = []
         for curve in curves:
             try:

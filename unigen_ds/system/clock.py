@@ -31,8 +31,10 @@ class Clock:
     nothing waits for them: what is not yet passed counts at the next read.
     """
 
-    def __init__(self, *, device: torch.device | None = None) -> None:
+    def __init__(self, *, device: torch.device | None = None, began: float = 0.0) -> None:
         self.on_cuda = device is not None and device.type == "cuda"
+        self.began = began
+        """When the building of the run began, of ``time.perf_counter``."""
         self._sections: dict[str, float] = {}
         self.totals: dict[str, float] = {}
         """Seconds by section since the clock was made; reading does not reset them."""
@@ -100,24 +102,6 @@ class Clock:
         wall, sections = now - self._since, self._sections
         self._since, self._sections = now, {}
         return wall, sections
-
-
-# How long a start needs: from the building of a run to its first update.
-
-_since: float | None = None
-
-
-def begin() -> None:
-    global _since
-    _since = time.perf_counter()
-
-
-def start_duration() -> float | None:
-    """Since the run began; None where none did."""
-    global _since
-    duration = None if _since is None else time.perf_counter() - _since
-    _since = None
-    return duration
 
 
 # How long an engine communicates, whatever the engine: the collectives of ``torch.distributed`` are timed.

@@ -59,7 +59,6 @@ except OSError:  # then every process is on its own: nothing of another one coun
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(tmp|writing)-(?P<space>[A-Za-z0-9-]*)\.(?P<process>\d+)(-[0-9a-f]+)?")
 _OWN_NAMES: set[str] = set()
 """Names that this process made: its threads may fill several temporaries of one name at a time."""
-_ABANDONED_S = 86400.0
 
 
 def temporary_beside(path: Path, kind: str) -> Path:
@@ -104,7 +103,7 @@ def delete_inside(path: Path, folder: Path) -> None:
 
 def _is_leftover(path: Path, match: re.Match[str]) -> bool:
     if match["space"] != PID_SPACE:
-        return time.time() - path.lstat().st_mtime > _ABANDONED_S  # a link may point to an old file
+        return time.time() - path.lstat().st_mtime > 86400  # a link may point to an old file
     process = int(match["process"])
     try:
         os.kill(process, 0)

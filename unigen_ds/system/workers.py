@@ -33,7 +33,6 @@ from unigen_ds.system.machine import TOKENIZER_THREADS
 
 _END_S = 5.0
 """A process whose pipe has ended ends within."""
-_PARENT_CHECK_S = 2.0
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
 
@@ -209,7 +208,7 @@ def _forever(forward: Callable[[], None]) -> None:
 def _end_for(parent: int) -> None:
     """End on SIGTERM from the main process alone, and at once where that has ended: to send may wait for ever."""
     while os.getppid() == parent:
-        signal_info = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
+        signal_info = signal.sigtimedwait({signal.SIGTERM}, 2.0)
         if signal_info is not None and signal_info.si_pid == parent:
             os._exit(0)
     os._exit(1)

@@ -20,8 +20,6 @@ from unigen_ds.core.shards import MASTER, ShardReader, slices_of
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which trainers keep the model's state dict, next to the optimizer's."""
-PREFIXES = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and torch.compile put before every name."""
 
 _TRAINERS = ("deepspeed", "mmengine", "mmengine_lite", "xtuner", "numpy", "addict", "pathlib", "datetime")
 _FUNCTIONS = {
@@ -30,9 +28,6 @@ _FUNCTIONS = {
     *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
     "numpy.dtype", "numpy.ndarray",
 }  # fmt: skip
-_DICTS = ("collections.defaultdict", "mmengine.config.config.ConfigDict", "addict.addict.Dict")
-_SYSTEM_MODULES = ("os", "posix", "nt", "sys")
-"""Modules that torch's unpickler refuses, whatever replaces them."""
 
 
 class Inert:
@@ -68,7 +63,7 @@ def _refusal(name: str) -> CheckpointError:
 
 def _stand_in(path: str) -> Any:
     """What is put at a name of a file. A mapping is none: torch's unpickler fills nothing else."""
-    if path in _DICTS:
+    if path in ("collections.defaultdict", "mmengine.config.config.ConfigDict", "addict.addict.Dict"):
         return lambda *values: next((dict(value) for value in values if isinstance(value, dict)), {})
     package, name = path.partition(".")[0], path.rpartition(".")[2]
     stored_by_call = path in _FUNCTIONS or (package in _TRAINERS and name[:1].isupper())
@@ -82,7 +77,7 @@ def load_file(path: Path) -> Any:
             return torch.load(path, weights_only=True, map_location="cpu")
         unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
         for name in unknown:
-            if name.partition(".")[0] in _SYSTEM_MODULES:
+            if name.partition(".")[0] in ("os", "posix", "nt", "sys"):  # torch's unpickler refuses these
                 raise _refusal(name)
         stand_ins: list[Any] = [(_stand_in(name), name) for name in unknown]
         with torch.serialization.safe_globals(stand_ins):
@@ -113,7 +108,7 @@ class TorchReader(ShardReader):
             of_file = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
             tensors |= of_file
             sources |= dict.fromkeys(of_file, path)
-        for prefix in PREFIXES:
+        for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel and torch.compile
             if tensors and all(name.startswith(prefix) for name in tensors):
                 sources = {name.removeprefix(prefix): path for name, path in sources.items()}
                 tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -83,8 +83,6 @@ def check_batches(known: Known) -> Iterator[Checked]:
 
 # ---- collective calls -----------------------------------------------------------------------------------------------
 
-_OF_GROUPS = ("c10d", "_c10d_functional")
-"""Namespaces of torch's operators that are collective."""
 _WARM_UP, _MOST_WARM_UP = 2, 8
 """Updates before calls are recorded: the first makes the optimizer's state, and engines learn the order of modules,
 another one in the first update of a model of transformers. They end when two have the same calls."""
@@ -105,7 +103,7 @@ class _RecordedCalls(TorchDispatchMode):
         if any(issubclass(kind, Tensor) and kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of tensors (DTensor): its parts come here
         name = function._schema.name.partition("::")[2]
-        if function.namespace in _OF_GROUPS and name != "wait_tensor":
+        if function.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":  # a collective
             tensors = tensors_of((args, kwargs or {}))
             sizes = ", ".join(f"{t.numel():,} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
             self.calls.append(f"{name.strip('_')}({sizes})")

@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_leaves
 from unigen_ds.backends.memory import allocate
 from unigen_ds.core.errors import UnigenError, short_text
 
-_READ = torch.ops.aten._local_scalar_dense.default
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ISFINITE = torch.isfinite
 _INPLACE_RESIZE = torch.UntypedStorage.resize_
 
@@ -91,7 +89,7 @@ class CountedBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, Tensor) and kind not in PLAIN for kind in types):
             return NotImplemented  # a tensor of tensors (DTensor): its parts come here
-        if torch._C._get_dispatch_mode(_FAKE) is not None:  # torch itself asks for shapes
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # torch itself asks for shapes
             return function(*args, **(kwargs or {}))
         result = self._run(function, args, kwargs or {})
         self.add_all(tensors_of(result))
@@ -103,7 +101,7 @@ class CountedBytes(TorchDispatchMode):
             return function(*args, **kwargs)
         inputs = tensors_of((args, kwargs))
         if any(type(value) is FakeTensor for value in inputs):
-            if function is _READ:  # of a tensor without memory: no overflow, a norm of 0
+            if function is torch.ops.aten._local_scalar_dense.default:  # without memory: no overflow, a norm of 0
                 dtype = inputs[0].dtype
                 return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
             if function is torch.ops.aten.equal.default:  # a model of transformers keeps documents of a row apart

@@ -40,8 +40,6 @@ ALTERNATIVES = (
 )  # fmt: skip
 CONFIG_ENGINE = "config"
 """What the engine of the config is called, where it has settings of its own."""
-_MOST_SEQUENCES = 100_000
-"""Sequences that are looked at."""
 GIB = 2**30
 
 
@@ -58,8 +56,8 @@ class Largest:
     per_epoch: int
 
 
-def largest_batches(data: Data, geometry: Geometry, *, most: int = _MOST_SEQUENCES) -> Largest:
-    """Look at the micro-batches of all ranks in the first epoch. Reads only the samples of those it returns."""
+def largest_batches(data: Data, geometry: Geometry, *, most: int = 100_000) -> Largest:
+    """Look at ``most`` sequences of the first epoch, of all ranks. Reads only the samples of those it returns."""
     stream, step = data.stream, geometry.sequences_per_iteration
     number = max(min(most, stream.sequences_per_epoch) // step, 1) * step
     rows = [row for row, _ in islice(stream.rows(), number)]

@@ -36,8 +36,6 @@ from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
 _EXAMPLES = 3
-_PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
-_WINDOWS = 8
 IMBALANCE = 10
 """Samples of one kind for each of the other above which a start warns."""
 _ACTIONS = {"split": "split into pieces", "truncate": "truncated", "skip": "left out", "error": "refused"}
@@ -293,7 +291,7 @@ def _describe_source(stream: SequenceStream, name: str, number: int) -> dict[str
 
 
 def _percentiles(lengths: np.ndarray) -> dict[str, float]:
-    percentiles = {f"p{p}": float(np.percentile(lengths, p)) for p in _PERCENTILES}
+    percentiles = {f"p{p}": float(np.percentile(lengths, p)) for p in (1, 5, 25, 50, 75, 95, 99)}
     return {"min": float(lengths.min()), **percentiles, "max": float(lengths.max()), "mean": float(lengths.mean())}
 
 
@@ -303,7 +301,7 @@ def first_rows(stream: SequenceStream) -> list[PackedRow]:
     if stream.packer is None:
         units = min(stream.epoch_order(epoch).epoch_size, 65536)
         return [row for row, _ in islice(stream.skipping(()).rows(Cursor(epoch)), units)]
-    return [r for w in range(min(stream.num_windows(epoch), _WINDOWS)) for r in stream.window_rows(epoch, w)]
+    return [r for w in range(min(stream.num_windows(epoch), 8)) for r in stream.window_rows(epoch, w)]
 
 
 def tokens_of(stream: SequenceStream, rows: Sequence[PackedRow]) -> list[list[int]]:

@@ -40,7 +40,6 @@ from unigen_ds.system.seeding import derive_seed
 PackedRow = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
 
-_CHUNK = 1024
 _TOO_OLD = "is from before the data was replaced (--on-data-change restart)"
 _OLD_DATA = "the data of that time, with a checkpoint of that time"
 _FORMAT = "stream-1"
@@ -401,7 +400,7 @@ class SequenceStream:
             raise _wrong_cursor(f"is at row {row} of an epoch of {self._rows_per_epoch(epoch)}")
         while True:
             order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
-            stop = min(row + _CHUNK, length)
+            stop = min(row + 1024, length)
             end = min(stop, order.stride)
             draws = order.draws(epoch, min(row, end), end)
             rows: list[PackedRow] = [(self.fitted_sources[draw.source].record(draw),) for draw in draws]

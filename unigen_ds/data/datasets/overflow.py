@@ -31,7 +31,6 @@ _BY_KIND: dict[str | None, dict[str, Action]] = {
     None: {"text": "split", "conversation": "skip", "images": "skip"},
     "split": {"text": "split", "conversation": "split", "images": "skip"},  # an image stays with its text
 }
-_MOST_LOST = 0.5
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def check_overflow(sources: Sequence[FittedSource], names: Sequence[str]) -> Non
                 f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,}", remedy=remedy
             )
         total, lost_targets = int(counts.image_targets.sum()), source.lost_targets["image"]
-        if lost_targets > _MOST_LOST * total:
+        if lost_targets > 0.5 * total:
             raise DataError(
                 f"{title}: {lost_targets:,} of {total:,} image targets do not fit {key} {limit:,}",
                 allowed="at most half of a source's image targets lost",

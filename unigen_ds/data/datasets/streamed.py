@@ -38,7 +38,6 @@ _RECORDS, _DIGEST = "shard_records", "shard_digest"
 """Arrays of a shard's index: how many records it has, and the quick digest of its file."""
 _DIGEST_MIB = 8
 """MiB of a copy that are compared when it is opened."""
-_MOST_RECORDS = 1 << 20
 _T = TypeVar("_T", bound=Sized)
 
 
@@ -142,7 +141,7 @@ class Recent(Generic[_T]):
     def __getitem__(self, shard: int) -> _T:
         if shard not in self._values:
             self._values[shard] = self._make(shard)
-            while len(self._values) > self._number and sum(map(len, self._values.values())) > _MOST_RECORDS:
+            while len(self._values) > self._number and sum(map(len, self._values.values())) > 1 << 20:
                 self._values.popitem(last=False)
         self._values.move_to_end(shard)
         return self._values[shard]

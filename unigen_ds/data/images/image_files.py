@@ -24,7 +24,7 @@ import torch
 import xxhash
 from annotated_types import Ge
 from numpy.typing import NDArray
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from unigen_ds.config.registry import TRANSFORMS, checked
@@ -37,9 +37,7 @@ FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JP
 """What is opened, whatever the file is called. PIL has more: an EPS, for one, is drawn by starting Ghostscript."""
 MAX_PIXELS = 178_956_970
 """Pixels of an image at most, checked before any is decoded: a small file may claim a size that fills the memory."""
-_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N")
-_ORIENTATION = 0x0112
 _TURNS = dict(enumerate((
     Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.ROTATE_180, Image.Transpose.FLIP_TOP_BOTTOM,
     Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE, Image.Transpose.ROTATE_90,
@@ -216,7 +214,7 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format == "PNG" and not {"exif", "Raw profile type exif"} & set(image.info)):
         return 1  # a PNG would be decoded to look for EXIF data after its pixels
     try:
-        orientation = image.getexif().get(_ORIENTATION, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF data is no reason to leave out the picture
         return 1
     return orientation if orientation in _TURNS else 1
@@ -240,7 +238,7 @@ def on_white(image: Image.Image, mode: str) -> Image.Image:
     """``image`` in ``mode``; transparent pixels become white."""
     if image.mode == mode and "transparency" not in image.info:
         return image
-    if image.mode in _ALPHA or "transparency" in image.info:
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
     return image.convert(mode)

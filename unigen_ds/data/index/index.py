@@ -56,8 +56,6 @@ _UNREADABLE = COLUMNS.index("unreadable")
 _NO_RECORD = record_digest(b"", (0,) * len(COLUMNS))
 _NOTHING = (*[0] * len(COLUMNS), _NO_RECORD, 0, 0)
 _CHUNK = 1024
-_MOST_LINES = 32
-"""Most bad records of a chunk with their reason in ``UNUSABLE``: more of them are not a few mistakes."""
 Chunk = tuple[int, int]
 """First record, and the one after the last."""
 
@@ -272,7 +270,7 @@ class Plan:
                 code = unused_keys(record, self.layout, entry.unused)
                 rows.append((*row, record_digest(entry.content, row), unused_texts(record), code))
         unusable.sort(key=lambda one: one.number)
-        return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:_MOST_LINES])
+        return *np.asarray(rows, dtype=np.int64).T, as_array(unusable[:32])  # more of a chunk are not a few mistakes
 
 
 def batches(source: RecordSource, chunk: Chunk) -> Iterator[tuple[int, Sequence[Any]]]:

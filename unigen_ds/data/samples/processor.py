@@ -67,6 +67,8 @@ class ConversationProcessor:
     latent_patch_size = 2
     vae_spatial_downsample = 8
     max_latent_size = 64
+    vit_lowest = -1.0
+    """Value of black in the patches of the vision tower; white is 1."""
 
     def __init__(self, tokenizer: Any, *, ce_reweight: bool = False, seed: int = 0) -> None:
         self.tokenizer: Any = tokenizer
@@ -79,11 +81,6 @@ class ConversationProcessor:
     @property
     def vae_channels(self) -> int:
         return self.vae_transform.channels if self.vae_transform else 3
-
-    @property
-    def vit_lowest(self) -> float:
-        """Value of black in the patches of the vision tower; white is 1."""
-        return -1.0
 
     @property
     def fingerprint(self) -> str:

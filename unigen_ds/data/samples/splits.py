@@ -295,7 +295,7 @@ class PackedBuilder:
         self._text_ids += ids
         self._text_index += index
 
-    def add_tokens(self, ids: Sequence[int], targets: Sequence[int], position: int, *, mode: int = CAUSAL) -> None:
+    def add_tokens(self, ids: Sequence[int], targets: Sequence[int], position: int) -> None:
         """A split of ids; ``targets[i]``: what id i predicts (``IGNORED``: nothing)."""
         if not ids:
             return
@@ -306,7 +306,7 @@ class PackedBuilder:
         self._target_ids += (target for _, target in pairs)
         weight = 1.0 / math.sqrt(len(pairs)) if pairs and self.processor.ce_reweight else 1.0
         self._target_weight += [weight] * len(pairs)
-        self.add_split(len(ids), mode, torch.arange(position, position + len(ids)))
+        self.add_split(len(ids), CAUSAL, torch.arange(position, position + len(ids)))
 
     def add_patches(self, patches: Tensor, index: Tensor, position_ids: Tensor, lengths: tuple[int, ...]) -> None:
         """Patches for the vision tower, as the four ViT fields of ``PackedBatch`` have them."""

@@ -48,11 +48,8 @@ _WHOLE = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>refs
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _VERSIONS = ("blob_id", "ETag", "etag", "md5Hash", "checksum", "LastModified", "Last-Modified", "mtime")
 """Facts of file systems that change with a file's content."""
-_DIGEST_MIB = 2
-"""MiB of a local shard, at its beginning and its end, by which it is recognised: there may be thousands of shards."""
 _SILENCE_S = 60.0
 """Seconds without a byte, or without a connection, after which a transfer over HTTP is interrupted."""
-_LONGEST_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,7 @@ class ShardList:
         if "file" in filesystem.protocol:
             if info["type"] != "file":
                 raise FileNotFoundError(path)
-            return info["size"], quick_digest(Path(path), blocks=_DIGEST_MIB)
+            return info["size"], quick_digest(Path(path), blocks=2)  # of its ends alone: there may be thousands
         lfs = info.get("lfs")
         digest = lfs.get("sha256") if isinstance(lfs, Mapping) else getattr(lfs, "sha256", None)
         version = next((value for value in (digest, *map(info.get, _VERSIONS)) if value), None)
@@ -315,7 +312,7 @@ def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
                     f"{what} failed in {attempts} attempts: {problem}",
                     remedy="check the network and the shard, then continue with --resume: nothing of the run is lost",
                 ) from error
-        wait = min(2.0 ** (attempt - 1), _LONGEST_WAIT_S)
+        wait = min(2.0 ** (attempt - 1), 30.0)
         logger().warning("%s: attempt %d of %d failed (%s); the next in %g s", what, attempt, attempts, problem, wait)
         time.sleep(wait)
     raise AssertionError("attempts is at least 1")

@@ -29,7 +29,6 @@ from unigen_ds.data.sources.base import Arrays, RecordSource, Row, Sources
 from unigen_ds.data.sources.unpacked import AGAIN, copy_of, require
 
 _FILE_MAGIC = b"ARROW1"
-_BATCH_ROWS = 1000
 
 
 @SOURCES.register_module(name="arrow")
@@ -174,7 +173,7 @@ class ParquetSource(ArrowSource):
         def write(target: Path) -> None:
             arrow = self._arrow
             with arrow.OSFile(str(target), "wb") as sink, arrow.ipc.new_stream(sink, file.schema_arrow) as writer:
-                for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
+                for batch in file.iter_batches(batch_size=1000, use_threads=False):
                     writer.write_batch(batch)
 
         with self._reading():

@@ -23,7 +23,6 @@ from unigen_ds.system.machine import import_optional
 
 COMPRESSIONS = (".gz", ".zst")
 AGAIN = "copy or write the file again, or name another one"
-_BLOCK = 8 << 20
 _SPARE = 64 << 20
 """Bytes that are left free on a disk."""
 
@@ -34,7 +33,7 @@ def unpacked_file(path: Path, folder: Path | None) -> Path:
     def write(target: Path) -> None:
         try:
             with _unpacking(path) as stream, target.open("wb") as copy:
-                shutil.copyfileobj(stream, copy, _BLOCK)
+                shutil.copyfileobj(stream, copy, 8 << 20)
         except (EOFError, OSError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise

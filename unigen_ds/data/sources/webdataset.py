@@ -27,7 +27,6 @@ from unigen_ds.data.sources.unpacked import AGAIN
 IMAGES = frozenset((
     "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "jp2", "avif", "ico", "tga", "pcx", "qoi",
 ))  # fmt: skip
-_MOST_REASONS = 5
 _IMAGE_KEYS = (
     "image", "images", "image_path", "image_list", "input_image", "input_images", "output_image", "output_images",
     "image_url", "url", "path",
@@ -60,7 +59,7 @@ class WebDatasetSource(RecordSource):
                 raise DataError(problem, remedy="write the tar again, without one")
             else:
                 groups[key][suffix] = (member.offset_data, member.size)
-        most = [f"{number} {reason}" for reason, number in left_out.most_common(_MOST_REASONS) if number]
+        most = [f"{number} {reason}" for reason, number in left_out.most_common(5) if number]
         if not groups:
             raise DataError(f"data file {self.path} holds no record: {', '.join(most) or 'it is empty'}")
         members = [(f"{key}.{suffix}", span) for key, group in groups.items() for suffix, span in sorted(group.items())]

@@ -19,8 +19,6 @@ from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, TILE_TOKENS
 
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_PRIVATE = range(0xF0000, 0xFFFFE)
-"""Unicode's private use: characters that mean nothing by themselves."""
 
 
 class Special:
@@ -74,7 +72,7 @@ class Special:
         if not spellings:
             return list(texts), {}
         present = set("".join(texts))
-        free = (chr(code) for code in _PRIVATE if chr(code) not in present)
+        free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in present)  # Unicode's private use
         signs = dict(zip(spellings, free, strict=False))
         safe_texts = [self._pattern.sub(lambda match: signs[match.group()], text) for text in texts]
         return safe_texts, {sign: spelling for spelling, sign in signs.items()}

@@ -29,13 +29,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import leaves
 from unigen_ds.system.files import hold_lock, write_text_atomic
 
-NEEDED_FIELDS = ("checkpoint", "out")
-"""What a command must contain in braces: a checkpoint's directory, and the file for the result."""
-FIELDS = ("checkpoint", "step", "out")
-"""What it may contain: ``step`` is the checkpoint's update."""
 _FIELD = re.compile(r"\{(\w+)\}")
-_SHELL_TEXT = ("--wrap", "-c")
-"""Options whose value is read by a shell: ``sbatch --wrap``, ``bash -c``."""
 RESULT = re.compile(r"step_(\d+)\.json")
 _JOB_NUMBER = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
 _LAUNCHER = re.compile(
@@ -45,7 +39,6 @@ _LAUNCHER = re.compile(
 """Variables with which a command would try to join the training's processes."""
 _WORKER = "import sys; folder, *sys.path = sys.argv[1:]; from {module} import work; work(folder)"
 _RUNNING, _ENDED_UNSEEN, _NOT_STARTED = "running", -1, 127
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -69,8 +62,8 @@ def arguments_of(command: str | Sequence[str], *, where: str) -> tuple[str, ...]
         problem = f"{where} is {command!r}: {error}"
         raise ConfigError(problem, allowed="a command as typed, or a list of texts") from error
     fields = {name for argument in arguments for name in _FIELD.findall(argument)}
-    wrong = [f"has no {{{name}}}" for name in NEEDED_FIELDS if name not in fields]
-    wrong += [f"has {{{name}}}" for name in sorted(fields - {*FIELDS})]
+    wrong = [f"has no {{{name}}}" for name in ("checkpoint", "out") if name not in fields]
+    wrong += [f"has {{{name}}}" for name in sorted(fields - {"checkpoint", "step", "out"})]
     if wrong:
         raise ConfigError(
             f"{where} {' and '.join(wrong)}: {shlex.join(arguments)}",
@@ -90,10 +83,10 @@ def check_program(command: Sequence[str], environment: Mapping[str, str]) -> Non
 
 
 def fill_fields(command: Sequence[str], values: Mapping[str, str]) -> tuple[str, ...]:
-    """The command with its fields replaced. What a shell will read (``sbatch --wrap``) gets them quoted."""
+    """The command with its fields replaced. What a shell will read (``sbatch --wrap``, ``bash -c``) is quoted."""
 
     def fill(text: str, before: str) -> str:
-        quoted = before in _SHELL_TEXT or text.startswith("--wrap=")
+        quoted = before in ("--wrap", "-c") or text.startswith("--wrap=")
         return _FIELD.sub(lambda field: shlex.quote(values[field[1]]) if quoted else values[field[1]], text)
 
     return tuple(fill(text, before) for before, text in zip(("", *command), command, strict=False))
@@ -203,7 +196,7 @@ class JobFolder:
                 return
         try:
             while process.poll() is None and job in self.records():
-                time.sleep(_POLL_SECONDS)
+                time.sleep(0.1)
         finally:  # also where this worker is ended by a signal
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)

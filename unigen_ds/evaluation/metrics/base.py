@@ -216,8 +216,6 @@ def _digest(reference: Any) -> str:
 
 BATCH_SIZE = 16
 """Texts or pictures that a model reads at a time; it changes rounding only."""
-_READ = {".json", ".safetensors", ".txt", ".model"}
-"""Suffixes of the files that transformers reads here; pickled weights are not read."""
 
 
 class LocalModel:
@@ -251,7 +249,7 @@ class LocalModel:
         self.check()
         digest = blake2b(digest_size=16)
         for path in sorted(self.folder.iterdir()):
-            if path.suffix in _READ and path.is_file():
+            if path.suffix in (".json", ".safetensors", ".txt", ".model") and path.is_file():  # no pickled one
                 digest.update(f"{path.name} {file_digest(path)}\n".encode())
         return {"model": f"{self.name} {digest.hexdigest()}", "precision": "model float32, mean float64"}
 

@@ -22,8 +22,6 @@ from unigen_ds.system.machine import import_optional
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
-_SPLIT_KEY = 20240817
-_TASKS = {"both": "", "draw": "_draw", "caption": "_caption"}
 
 
 def draw_prompt(digit: int) -> str:
@@ -60,7 +58,7 @@ class DigitsDataset(UnifiedGenerationDataset):
         name: str | None = None,
     ) -> None:
         self.root = write_digits(Path(root))
-        path = self.root / f"{split}{_TASKS[task]}.jsonl"
+        path = self.root / (f"{split}.jsonl" if task == "both" else f"{split}_{task}.jsonl")
         super().__init__(path, processor, weight=weight, name=name or f"digits_{split}")
 
 
@@ -82,7 +80,7 @@ def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 def _write(folder: Path) -> None:
     data = import_optional("sklearn.datasets", "DigitsDataset", install="'unigen_ds[demo]'").load_digits()
     images = np.round(data.images * (255.0 / 16.0)).astype(np.uint8)
-    order = permute_many(np.arange(len(images), dtype=np.int64), len(images), _SPLIT_KEY).tolist()
+    order = permute_many(np.arange(len(images), dtype=np.int64), len(images), 20240817).tolist()
     for split, members in (("train", order[:TRAIN_SIZE]), ("val", order[TRAIN_SIZE:])):
         (folder / split).mkdir()
         draw, describe = [], []

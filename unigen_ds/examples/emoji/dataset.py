@@ -26,7 +26,6 @@ from unigen_ds.system.machine import import_optional
 SIDE = 32
 LIMIT = 0.3
 """The largest error of a right picture; that of a blank sheet is 1."""
-_HUE_STEPS = 256 / 360  # Pillow's hue is a byte
 
 
 @DATASETS.register_module()
@@ -75,7 +74,7 @@ def picture(variant: Variant) -> Image.Image:
     image = Image.open(files.get_emoji_path(character)).convert("RGBA")
     if variant.look in HUES:  # saturation and value stay, and so white does
         _, saturation, value = image.convert("RGB").convert("HSV").split()
-        hue = Image.new("L", image.size, round(HUES[variant.look] * _HUE_STEPS))
+        hue = Image.new("L", image.size, round(HUES[variant.look] * (256 / 360)))  # Pillow's hue is a byte
         rgb = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
         rgb.putalpha(image.getchannel("A"))
         image = rgb

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,10 +148,7 @@ class AutoDirectory(PublishedFormat):
 
 class _OfTransformers(ConversationFamily):
     processor_type = ModelProcessor
-    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
-
-    def inferencer(self, model: Any, processor: Any) -> ModelInferencer:
-        return ModelInferencer(model, processor)
+    inferencer = ModelInferencer
 
 
 @FAMILIES.register_module()

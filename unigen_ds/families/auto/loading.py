@@ -161,7 +161,7 @@ def read_weights(folder: Path, model: Any, *, auto: str) -> Pretrained:
         file_tensors |= stored_tensors(path, linear_patches=False)
     tensors = _rename(file_tensors, model)
     if tensors is None:
-        tensors = _loaded_whole(folder, model.config, auto)
+        tensors = _loaded_whole(folder, auto)
     # older files have the rotary frequencies
     unused_names = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     return Pretrained(str(folder), {}, tensors, may_leave=f"({'|'.join(unused_names)})", may_grow=_VOCABULARY)
@@ -187,7 +187,7 @@ def _rename(tensors: Mapping[str, Stored], model: Any) -> dict[str, Stored] | No
     return by_own_name
 
 
-def _loaded_whole(folder: Path, config: Any, auto: str) -> dict[str, Stored]:
+def _loaded_whole(folder: Path, auto: str) -> dict[str, Stored]:
     import transformers
 
     with torch.device("cpu"):

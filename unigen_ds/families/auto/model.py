@@ -38,8 +38,6 @@ from unigen_ds.system.log import logger
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
 """Largest difference of packed documents, relative to the root mean square of the logits: fp32, lower precision."""
-_NO_MASK = (AttributeError, IndexError, TypeError, ValueError)
-"""Errors of a model's own attention that receives something else than a mask."""
 
 
 class TransformersModel(PretrainedModel):
@@ -101,7 +99,7 @@ class TransformersModel(PretrainedModel):
             self.add_module(name, module)
         if [*causal.parameters(recurse=False)] or causal.get_output_embeddings() is None:
             problem = f"{type(causal).__name__} of transformers has parameters outside of its layers, or no head"
-            raise ConfigError(problem, remedy=_OWN)
+            raise ConfigError(problem, remedy="another model, or a family of your own (docs/extending/model.md)")
         self.packing = packing
         self._may_change_attention = attention is None and not compile
         self._inside_documents = False
@@ -195,23 +193,29 @@ class TransformersModel(PretrainedModel):
         """Floating point operations of forward and backward on this micro-batch (``models/flops.py``): every token in
         the layers of the language model, every target in the head, every patch of an image in all other linear layers.
         """
+        text, (per_token, per_target, per_pixel) = self.transformers_model.config.get_text_config(), self._flops
+        attention = attention_flops(batch.document_lengths, text.hidden_size, grad=True) * text.num_hidden_layers
+        total = per_token * batch.num_tokens + attention + per_target * len(batch.text_target_index)
+        if batch.num_images and (pixels := batch.image_inputs.get("pixel_values")) is not None:
+            total += per_pixel * pixels.numel()
+        return total
+
+    @cached_property
+    def _flops(self) -> tuple[float, float, float]:
+        """Operations of a token in the decoder, of a target in the head, of a number of an image outside of both."""
         model, text = self.transformers_model, self.transformers_model.config.get_text_config()
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         experts_per_token = getattr(text, "num_experts_per_tok", None) or 0
         experts = [p for p in decoder.parameters() if p.ndim == 3 and p.numel()] if experts_per_token else []
         per_token = linear_flops(decoder, input_grad=True)
         per_token += sum(2.0 * experts_per_token * p[0].numel() * (2 + p.requires_grad) for p in experts)
-        attention = attention_flops(batch.document_lengths, text.hidden_size, grad=True) * text.num_hidden_layers
-        total = per_token * batch.num_tokens + attention
-        total += linear_flops(head, input_grad=True) * len(batch.text_target_index)
-        if batch.num_images and (pixels := batch.image_inputs.get("pixel_values")) is not None:
-            inside = {*decoder.modules(), head}
-            others = [m for m in model.modules() if m not in inside and not [*m.children()]]
-            patch = next((m for m in others if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
-            sides = getattr(patch, "kernel_size", ())  # not of its weight: an engine may have left an empty shard
-            numbers = math.prod(sides) * patch.in_channels if patch is not None else 1
-            total += sum(linear_flops(m, input_grad=False) for m in others) / numbers * pixels.numel()
-        return total
+        inside = {*decoder.modules(), head}
+        others = [m for m in model.modules() if m not in inside and not [*m.children()]]
+        patch = next((m for m in others if hasattr(m, "kernel_size") and hasattr(m, "in_channels")), None)
+        sides = getattr(patch, "kernel_size", ())  # not of its weight: an engine may have left an empty shard
+        numbers = math.prod(sides) * patch.in_channels if patch is not None else 1
+        per_pixel = sum(linear_flops(m, input_grad=False) for m in others) / numbers
+        return per_token, linear_flops(head, input_grad=True), per_pixel
 
     def logits(self, batch: ModelBatch) -> Tensor:
         """``[T, vocabulary]``: for every token what follows it."""
@@ -350,7 +354,7 @@ class TransformersModel(PretrainedModel):
         alone, second = self._rows(first, index), first.document_lengths[0]
         try:
             packed, packed_other = self._in_one_row(first, index), self._in_one_row(other, index)
-        except _NO_MASK as error:
+        except (AttributeError, IndexError, TypeError, ValueError) as error:  # its own attention expects a mask
             return f"its code has an error with it ({str(error).strip().splitlines()[0]})"
         if not torch.equal(packed[second:], packed_other[second:]):
             return "a document changes the one after it"
@@ -378,9 +382,6 @@ class ImageTextToText(TransformersModel):
     @staticmethod
     def processor_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         return {"reads_images": True}
-
-
-_OWN = "another model, or a family of your own (docs/extending/model.md)"
 
 
 def _freeze_by_name(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -21,11 +21,11 @@ class Bagel(ConversationFamily):
     model = UnifiedModel
     processor_type = UnifiedProcessor
     terms: ClassVar[Mapping[str, str]] = {
-        "text": "weight of the mean cross-entropy per text target",
+        **ConversationFamily.terms,
         "image": "weight of the mean squared velocity error per latent patch",
     }
     published: ClassVar[tuple[PublishedFormat, ...]] = (BagelDirectory(),)
-
+    inferencer = InterleaveInferencer
     drawing = FlowSettings
 
     def drawing_settings(self, model: Any, settings: Mapping[str, Any], *, where: str = "flow") -> FlowSettings:
@@ -34,6 +34,3 @@ class Bagel(ConversationFamily):
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """Add that of an image: the mean square of noise minus latents, both of unit variance."""
         return {**super().chance_level(processor), "image": 2.0}
-
-    def inferencer(self, model: Any, processor: Any) -> InterleaveInferencer:
-        return InterleaveInferencer(model, processor)

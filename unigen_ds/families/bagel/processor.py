@@ -12,11 +12,9 @@ Lengths are known after planning; randomness comes later, in ``collate``. Planni
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
-
-from annotated_types import Ge, Le
 
 from unigen_ds.config.registry import checked
+from unigen_ds.config.values import Share
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.cache.array_cache import fingerprint
 from unigen_ds.data.images.augment import Augment
@@ -25,8 +23,6 @@ from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.data.samples.sample import Split, TextTokenizer
 from unigen_ds.data.samples.splits import ImageKind, ImageSplit, TextSplit
-
-Probability = Annotated[float, Ge(0), Le(1)]
 
 
 class UnifiedProcessor(ConversationProcessor):
@@ -65,9 +61,9 @@ class UnifiedProcessor(ConversationProcessor):
         vae_spatial_downsample: int = 8,
         max_latent_size: int = 64,
         vit_max_patches_per_side: int = 70,
-        text_dropout: Probability = 0.0,
-        vit_dropout: Probability = 0.0,
-        vae_dropout: Probability = 0.0,
+        text_dropout: Share = 0.0,
+        vit_dropout: Share = 0.0,
+        vae_dropout: Share = 0.0,
         ce_reweight: bool = False,
         augment: Sequence[Augment] = (),
         vit_augment: Sequence[Augment] = (),

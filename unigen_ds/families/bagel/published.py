@@ -57,7 +57,6 @@ _LLM_KEYS = (
 VIT_SELECT_LAYER = -2
 """BAGEL reads the second to last layer of its vision tower; its vit_config.json counts the missing last layer, too."""
 _VAE_LARGEST, _VIT_SMALLEST = 1024, 224  # pixels, as BAGEL's own transforms have them
-_DEFAULTS = {"latent_patch_size": 2, "max_latent_size": 64}
 
 
 class UnifiedSizes(LanguageSizes):
@@ -188,7 +187,7 @@ def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict
     sizes["llm"] = UnifiedSizes.with_defaults(sizes["llm"], where="model.llm")
     sizes["vit"] = VisionSizes.with_defaults(sizes["vit"], where="model.vit")
     per_side = sizes["vit"]["image_size"] // sizes["vit"]["patch_size"]
-    for key, default in {**_DEFAULTS, "vit_max_patches_per_side": per_side}.items():
+    for key, default in {"latent_patch_size": 2, "max_latent_size": 64, "vit_max_patches_per_side": per_side}.items():
         own = of_config.get(key)
         sizes[key] = of_files.get(key, default) if own is None else own
     if sizes["vit_max_patches_per_side"] > per_side:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Lt
@@ -182,8 +182,8 @@ class Decoder(ConversationFamily):
 
     model = DecoderLM
     processor_type = UnifiedProcessor
-    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (TransformersDirectory(),)
+    inferencer = TextInferencer
 
     def processor(self, spec: Mapping[str, Any], section: Mapping[str, Any], *, tokenizer: Any, seed: int) -> Processor:
         """Return the processor. Raises ``ConfigError`` for what changes images: no record of this model has one."""
@@ -194,6 +194,3 @@ class Decoder(ConversationFamily):
                 remedy="leave it out; or a model with images: UnifiedModel, VLM, ImageTextToText",
             )
         return super().processor(spec, section, tokenizer=tokenizer, seed=seed)
-
-    def inferencer(self, model: Any, processor: Any) -> TextInferencer:
-        return TextInferencer(model, processor)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from unigen_ds.config.registry import FAMILIES
 from unigen_ds.families.base import ConversationFamily
 from unigen_ds.families.nanovlm.model import VLM
@@ -19,9 +16,6 @@ class NanoVLM(ConversationFamily):
 
     model = VLM
     processor_type = VLMProcessor
-    terms: ClassVar[Mapping[str, str]] = {"text": "weight of the mean cross-entropy per text target"}
     published = (NanoVLMDirectory(),)
-
-    def inferencer(self, model: Any, processor: Any) -> PackedInferencer:
-        """Its answer is the assistant's next message."""
-        return PackedInferencer(model, processor)
+    inferencer = PackedInferencer
+    """Its answer is the assistant's next message."""

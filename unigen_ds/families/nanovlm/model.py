@@ -33,8 +33,6 @@ from unigen_ds.models.settings import LanguageSizes, Quantize, VisionSizes
 from unigen_ds.models.vision import VisionTransformer
 from unigen_ds.models.weights import Pretrained, PretrainedModel
 
-SMOLLM2_VOCABULARY = 49152 + EXTRA_TOKENS
-
 
 class LlamaSizes(LanguageSizes):
     """Under Llama's names; what is left out is SmolLM2-360M's."""
@@ -199,7 +197,7 @@ def _sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> tuple[dic
     of_files = source.sizes if source else {}
     llm = LlamaSizes.with_defaults({**of_files.get("llm", {}), **(of_config.get("llm") or {})}, where="model.llm")
     if llm["vocab_size"] is None:
-        llm["vocab_size"] = SMOLLM2_VOCABULARY
+        llm["vocab_size"] = 49152 + EXTRA_TOKENS  # SmolLM2's
     vit = SiglipSizes.with_defaults({**of_files.get("vit", {}), **(of_config.get("vit") or {})}, where="model.vit")
     factor = of_config.get("pixel_shuffle_factor")
     factor = of_files.get("pixel_shuffle_factor", 4) if factor is None else factor

@@ -26,9 +26,6 @@ from unigen_ds.data.text.chat import RenderedChat
 from unigen_ds.data.text.tokenizers import ChatTokenizer
 from unigen_ds.families.chat import Chat, ChatImage, ChatProcessor
 
-_PlannedImage = tuple[str, int, ImageHeader]
-"""Path, tiles and header."""
-
 
 class VLMProcessor(ChatProcessor):
     """The model's view of a conversation.
@@ -91,7 +88,7 @@ class VLMProcessor(ChatProcessor):
         messages = self.messages(turns, where)
         message_texts = ["\n".join(turn.value for turn in turns if turn.kind == "text") for turns in messages]
         texts, signs = self.tokenizer.special.shield(message_texts)
-        template_input, images = [], list[_PlannedImage]()
+        template_input, images = [], list[tuple[str, int, ImageHeader]]()  # path, tiles, header
         for message, text in zip(messages, texts, strict=True):
             grids = []
             for path in (turn.value for turn in message if turn.kind == "image"):

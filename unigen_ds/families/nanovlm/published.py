@@ -69,8 +69,6 @@ _VIT = {
 _CONST = {"vit_cls_flag": False, "vit_dropout": 0.0, "lm_dropout": 0.0, "lm_attn_scaling": 1.0, "lm_use_tokens": False}
 _HEAD, _EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 _FREQUENCIES = "decoder.rotary_embd.inv_freq"
-_CHAT = ("lm_tokenizer", "lm_chat_template", "max_img_size")
-"""Keys of nanoVLM since its models read tiles in a chat."""
 
 EXTRA_TOKENS = len(TILE_TOKENS) + 2
 """Image, global image and 8 x 8 rows and columns: the tokens that nanoVLM adds to a language model's."""
@@ -89,7 +87,7 @@ class NanoVLMDirectory(PublishedFormat):
     def config(self, folder: Path) -> dict[str, Any]:
         """Its tokenizer is the one beside it, or else the one that it names."""
         config = stored_object(folder / CONFIG)
-        if lacking := [name for name in _CHAT if name not in config]:
+        if lacking := [name for name in ("lm_tokenizer", "lm_chat_template", "max_img_size") if name not in config]:
             raise CheckpointError(
                 f"{folder / CONFIG} lacks {', '.join(lacking)}: it is of nanoVLM's first version (nanoVLM-222M), whose"
                 " models know no image token and no chat template",

@@ -32,7 +32,6 @@ from unigen_ds.system.journals import METRICS_FILE, read_lines
 from unigen_ds.system.log import logger
 
 EVENT = "async_evaluation"
-ASIDE_SUFFIX = ".abandoned"
 
 
 @HOOKS.register_module()
@@ -170,7 +169,7 @@ class AsyncEvaluateHook(Hook):
         """Rename a result, if it is there: its checkpoint was abandoned by a resume."""
         path = self._folder.file(update, "json")
         if path.exists():
-            aside = path.with_name(path.name + ASIDE_SUFFIX)
+            aside = path.with_name(f"{path.name}.abandoned")
             rename_into_place(path, aside)
             logger().warning("The result %s of an abandoned checkpoint is not logged and is now %s.", path, aside.name)
 

@@ -134,8 +134,7 @@ class EvaluateHook(Hook):
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Results of updates that the run has gone back from are not among the others."""
-        if dist.is_main():
-            set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
+        set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
 
     def before_update(self, run: Run) -> None:
         if self.at_start and run.progress.updates == 0:
@@ -177,7 +176,8 @@ class EvaluateHook(Hook):
             )  # fmt: skip
         self._last_metrics = progress if due else self._last_metrics
         self.complete = (due or not self._metrics) and not evaluation.failures
-        if evaluation.has_metrics and dist.is_main():
+        has_metrics = any(not result.provenance["metric"].startswith(PREFIX) for result in evaluation.results)
+        if has_metrics and dist.is_main():
             path = run.work_dir / _FOLDER / f"{progress.updates}.json"
             try:
                 make_directory(path.parent)
@@ -209,9 +209,9 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``. Rank 0."""
+    """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``, on rank 0."""
     later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
-    if not later:
+    if not later or not dist.is_main():
         return
     try:
         (folder / "abandoned").mkdir(exist_ok=True)

@@ -151,8 +151,7 @@ class PreviewHook(Hook):
             self._questions = self._held_out_questions(run, inferencer)
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
-        if dist.is_main():
-            set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
+        set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if self._every.every(run.progress, run.previous):

@@ -29,7 +29,6 @@ from unigen_ds.system.pipes import end_start
 
 SIGNAL_REASON = "signal"
 REPEAT_S = 5.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @HOOKS.register_module()
@@ -48,7 +47,7 @@ class SignalHook(Hook):
         self._alone = dist.world_size() == 1
         if threading.current_thread() is threading.main_thread():
             is_free = signal.getsignal(signal.SIGUSR1) in (signal.SIG_DFL, end_start)
-            numbers = [number for number in _SIGNALS if number != signal.SIGUSR1 or is_free]
+            numbers = [signal.SIGTERM, signal.SIGINT, *[signal.SIGUSR1] * is_free]
             self._previous = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

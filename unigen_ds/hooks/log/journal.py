@@ -22,7 +22,7 @@ from unigen_ds.core.errors import DataError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.data.records.unusable import exceeds
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
-from unigen_ds.system import clock, dist, machine
+from unigen_ds.system import dist, machine
 from unigen_ds.system.journals import LEDGER_FILE, SKIPPED_FILE, TIMELINE_FILE, JsonLines
 from unigen_ds.system.log import logger
 
@@ -186,7 +186,6 @@ class TimelineHook(JournalHook):
         self._manifest = manifest
 
     def before_train(self, run: Run) -> None:
-        seconds = clock.start_duration()
         self._began = self._last = time.perf_counter()
         self._before, self._started = dict(run.clock.totals), True
         if not dist.is_main():
@@ -194,7 +193,7 @@ class TimelineHook(JournalHook):
         record = {
             "event": "start",
             **_now(run),
-            "start_up": seconds,
+            "start_up": self._began - run.clock.began,
             "checkpoint": self._manifest.get("path"),
             "sequences": run.progress.sequences,
             "sequences_per_epoch": run.ruler.sequences_per_epoch,

@@ -59,7 +59,7 @@ class Runner(Run):
         self.progress = self.previous = manifest.progress if manifest else Progress()
         self.processor, self.datasets = start.data.processor, start.data.stream.sources
         self.validation = parts.start.data.validation
-        self.clock = Clock(device=parts.backend.device)
+        self.clock = Clock(device=parts.backend.device, began=parts.began)
         self.stop_reason: str | None = None
         self._stop_error: Exception | None = None
         self.run_id = ""  # known once the work dir is locked

@@ -14,8 +14,6 @@ from unigen_ds.system.log import logger
 from unigen_ds.system.machine import TOKENIZER_THREADS
 
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-_ALLOCATORS = (_ALLOCATOR, "PYTORCH_ALLOC_CONF")
-"""Variables that torch reads: the second one where the first is not set, in a torch that knows it."""
 
 
 class Environment(Section):
@@ -48,7 +46,7 @@ class Environment(Section):
 def apply_variables(env: Environment) -> None:
     """Set what is read from the environment. Called first of all, before CUDA is used."""
     if env.cuda_allocator is not None:
-        name = next((name for name in _ALLOCATORS if name in os.environ), _ALLOCATOR)
+        name = next((name for name in (_ALLOCATOR, "PYTORCH_ALLOC_CONF") if name in os.environ), _ALLOCATOR)
         current = os.environ.setdefault(name, env.cuda_allocator)
         if "cuda_allocator" in env.model_fields_set and current != env.cuda_allocator:
             logger().warning(

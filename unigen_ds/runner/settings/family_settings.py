@@ -20,8 +20,6 @@ PROCESSOR_KEYS = (
     "ce_reweight", "max_image_size", "resize_to_max_side_len",
 )  # fmt: skip
 """Keys of ``processor`` of the families of this package."""
-_FROM_RUN = ("tokenizer", "seed")
-"""Arguments of a processor that no config sets in its section."""
 
 
 def check_kind(kind: type, folder: Path) -> None:
@@ -56,7 +54,7 @@ def family_problems(config: Mapping[str, Any]) -> Iterator[ConfigError]:
         yield ConfigError("the config has no tokenizer", remedy="docs/configs/tokenizer.md describes each")
     processor, weights = config.get("processor"), config.get("loss_weights")
     if isinstance(processor, Mapping):
-        from_run = (*_FROM_RUN, *getattr(kind, "fixes_of_processor", ()))
+        from_run = ("tokenizer", "seed", *getattr(kind, "fixes_of_processor", ()))
         yield from (
             ConfigError(f"processor.{key} cannot be set", remedy="delete it") for key in from_run if key in processor
         )

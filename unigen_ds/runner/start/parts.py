@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,7 +42,7 @@ from unigen_ds.runner.start import build, stages
 from unigen_ds.runner.start.log_lines import memory_line, model_line, run_line, schedule_line
 from unigen_ds.runner.start.stages import Start
 from unigen_ds.schedule.schedule import Schedules
-from unigen_ds.system import clock, dist, log, rank_errors
+from unigen_ds.system import dist, log, rank_errors
 from unigen_ds.system.files import write_text_atomic
 from unigen_ds.system.log import logger
 from unigen_ds.system.machine import source_digest
@@ -65,11 +66,13 @@ class Parts:
     loader_at: Callable[[Geometry, Cursor], UpdateLoader]
     """Makes another loader of this rank, without workers: to read data again."""
     max_updates: int | None
+    began: float
+    """When they were begun, of ``time.perf_counter``."""
 
 
 def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     """Build everything. Raises ``ConfigError``, ``DataError``, ``CheckpointError`` or ``ResumeBlocked``."""
-    clock.begin()
+    began = time.perf_counter()
     settings = Settings.from_config(config)
     apply_variables(settings.env)
     dist.launcher_environment(settings.launcher)
@@ -110,19 +113,19 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
         parameters=parameters,
         plain_config=stages.plain_config(settings, model=model),
         max_updates=max_updates,
+        began=began,
         **_loaders(start, backend, geometry),
     )
 
 
 def parts_after(back: GoBack, parts: Parts, model: Any) -> Parts:
     """The parts of a run that goes back to a checkpoint: all is new and checked but engine and model. Collective."""
-    clock.begin()
-    backend, geometry = parts.backend, parts.geometry
+    began, backend, geometry = time.perf_counter(), parts.backend, parts.geometry
     settings = parts.settings.going_back(back.checkpoint, back.skip)
     plan, start, findings, hooks = _begin(settings, backend, geometry, parts.max_updates)
     build.connect(model, start.data.processor)
     stages: dict[str, Any] = {"plan": plan, "start": start, "findings": findings, "hooks": hooks}
-    return replace(parts, settings=start.settings, **stages, **_loaders(start, backend, geometry))
+    return replace(parts, settings=start.settings, began=began, **stages, **_loaders(start, backend, geometry))
 
 
 def _loaders(start: Start, backend: Backend, geometry: Geometry) -> dict[str, Any]:
@@ -207,8 +210,6 @@ _OWN = (
 )  # fmt: skip
 _OWN_LAST = ("cache_dir", "num_workers", "index_workers", "prefetch_factor", "pin_memory")
 _NAMED_ABOVE = ("names", "sizes", "digests", "records", "units")
-_LONGEST = 80
-"""Characters of a value that the error has."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".json")
 
 
@@ -272,7 +273,7 @@ def _compare(own: Mapping[str, Any]) -> None:
         for rank, one in enumerate(ranks):
             having[one.get(key, "not there")].append(str(rank))
         if len(having) > 1:
-            values = (f"rank {', '.join(of_text[:8])}: {text[:_LONGEST]}" for text, of_text in having.items())
+            values = (f"rank {', '.join(of_text[:8])}: {text[:80]}" for text, of_text in having.items())
             lines.append(f"{key}: {'; '.join(values)}")
     raise RanksDiffer(
         "the processes differ:\n  " + first_names(lines, "\n  "),

@@ -18,8 +18,7 @@ from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.progress import Geometry
 from unigen_ds.core.shards import EMA, Shard, shard_key
 from unigen_ds.hooks.base import Hook
-from unigen_ds.hooks.evaluate.ema import ema_of
-from unigen_ds.optim.averaging import ShardEMA
+from unigen_ds.hooks.evaluate.ema import ShardEMA, ema_of
 from unigen_ds.optim.optimizer import OptimizerConfig, ParamGroup
 from unigen_ds.runner import Runner
 
