@@ -67,12 +67,8 @@ def test_the_guides_are_those_of_the_tool() -> None:
     assert [*GUIDES.values()] == [*CHOICES] and set(re.findall(r"^\| \[`(\w+)`\]\(", INDEX, re.M)) == {*CHOICES}
 
 
-def here_cells() -> list[str]:
-    return [here for guide in CHOICES for _, here in rows(guide)]
-
-
 def codes() -> list[str]:
-    return [code for cell in here_cells() for code in CODE.findall(cell)]
+    return [code for guide in CHOICES for _, cell in rows(guide) for code in CODE.findall(cell)]
 
 
 def test_keys_that_the_page_names_exist() -> None:

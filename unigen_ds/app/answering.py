@@ -33,6 +33,8 @@ from unigen_ds.runner.open.answers import answer
 from unigen_ds.runner.open.trained import check_device, open_inferencer
 from unigen_ds.system.log import logger
 
+_POLL_S = 0.25
+_MOST_OPEN = 2
 SMALLEST, LARGEST, STEP = 192, 1024, 384
 """Longest side of a picture in the browser: smaller ones are enlarged, with their own pixels visible."""
 
@@ -69,7 +71,7 @@ class Models:
         key = (names[choice.name], choice.raw)
         inferencer = self._open.pop(key, None)
         if inferencer is None:
-            while len(self._open) >= 2:
+            while len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
             inferencer = open_inferencer(key[0], raw=choice.raw, tag=self._tag, **self._options)
         self._open[key] = inferencer
@@ -166,7 +168,7 @@ class Service:
         worker.start()
         try:
             while running:
-                worker.join(0.25)
+                worker.join(_POLL_S)
                 running = worker.is_alive()
                 progress = [one.progress for one in exchange.replies]
                 if conversation.over:

@@ -29,6 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from unigen_ds.core.batch import CAUSAL, NOISE, PackedBatch, to_device
 
+_LEAST_SHARE = 0.75
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values) of the present tokens -> what they attend to; every layer calls it once, in order. A model's
 argument ``attend`` replaces the attention within the batch: for inference on top of cached tokens."""
@@ -156,7 +157,7 @@ def plan_sdpa(
     starts = [0, *accumulate(lengths)]
     groups: list[list[int]] = []  # document numbers, longest first, divided where padding would waste too much
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        if groups and lengths[number] >= 0.75 * lengths[groups[-1][0]]:  # it fills most of its padded length
+        if groups and lengths[number] >= _LEAST_SHARE * lengths[groups[-1][0]]:  # it fills most of its padded length
             groups[-1].append(number)
         else:
             groups.append([number])

@@ -31,6 +31,7 @@ from torch._utils import ExceptionWrapper
 from unigen_ds.core.errors import TrainingError, UnigenError
 from unigen_ds.system.machine import TOKENIZER_THREADS
 
+_PARENT_CHECK_S = 2.0
 _END_S = 5.0
 """A process whose pipe has ended ends within."""
 _SIGNALS = {number.value: number.name for number in signal.Signals}
@@ -208,7 +209,7 @@ def _forever(forward: Callable[[], None]) -> None:
 def _end_for(parent: int) -> None:
     """End on SIGTERM from the main process alone, and at once where that has ended: to send may wait for ever."""
     while os.getppid() == parent:
-        signal_info = signal.sigtimedwait({signal.SIGTERM}, 2.0)
+        signal_info = signal.sigtimedwait({signal.SIGTERM}, _PARENT_CHECK_S)
         if signal_info is not None and signal_info.si_pid == parent:
             os._exit(0)
     os._exit(1)

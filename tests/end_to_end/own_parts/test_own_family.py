@@ -62,17 +62,13 @@ class Keep(Hook):
         self.results.append(result)
 
 
-def keep_of(runner: Runner) -> Keep:
-    return next(hook for hook in runner.hooks if isinstance(hook, Keep))
-
-
 def test_each_term_is_a_mean_over_its_own_targets(tmp_path: Path) -> None:
     """The loss of the first update, by hand, from the batches and the initial weights."""
     runner = Runner.from_cfg(config(tmp_path / "run", custom_hooks=[{"type": Keep}]), max_updates=1)
     start = RowsNetwork(num_inputs=3)
     start.load_state_dict({name: tensor.clone() for name, tensor in runner.backend.model.state_dict().items()})
     runner.train()
-    keep = keep_of(runner)
+    keep = next(hook for hook in runner.hooks if isinstance(hook, Keep))
     with torch.no_grad():
         sums = [start(batch).sums for batch in keep.batches]
     targets = [batch.target_counts() for batch in keep.batches]

@@ -72,7 +72,9 @@ def documents(
         samples: list[Document] = []
         gap: Document = []
         labels = (targets if targets is not None else torch.full_like(ids, -100))[row].tolist()
-        pieces = torch.split(torch.arange(ids.shape[1]), run_lengths(mask[row]))
+        pieces = torch.split(
+            torch.arange(ids.shape[1]), torch.unique_consecutive(mask[row], return_counts=True)[1].tolist()
+        )
         for indices in (piece.tolist() for piece in pieces):
             if not mask[row, indices[0]]:
                 gap = [DroppedImage()] * len(indices)
@@ -81,10 +83,6 @@ def documents(
         rows.append(samples)
     assert not rest, "tiles without an image token"
     return rows
-
-
-def run_lengths(mask: Tensor) -> list[int]:
-    return torch.unique_consecutive(mask, return_counts=True)[1].tolist()
 
 
 def splits(ids: list[int], labels: list[int], rest: list[Tensor], processor: VLMProcessor) -> Document:

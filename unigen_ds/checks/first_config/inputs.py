@@ -100,8 +100,8 @@ def find_input_model(name: str) -> ModelInput:
 
 def _are_new(folder: Path) -> bool:
     """Whether weights are as a constructor makes them: each vector, such as that of a norm, has one value."""
-    stored = stored_tensors(folder) if any(folder.glob("*.safetensors")) else {}
-    vectors = [one for one in stored.values() if len(one.shape) == 1]
+    tensors = stored_tensors(folder) if any(folder.glob("*.safetensors")) else {}
+    vectors = [one for one in tensors.values() if len(one.shape) == 1]
     return bool(vectors) and all(len(one.flat(0, one.numel).unique()) == 1 for one in vectors)
 
 

@@ -35,6 +35,7 @@ from unigen_ds.data.records.unusable import LIST_FILE, SKIP_KEY, BadRecord, unus
 from unigen_ds.data.samples.sample import Array, unit_tokens
 from unigen_ds.system.files import write_text_atomic
 
+_MOST_WINDOWS = 8
 _EXAMPLES = 3
 IMBALANCE = 10
 """Samples of one kind for each of the other above which a start warns."""
@@ -301,7 +302,7 @@ def first_rows(stream: SequenceStream) -> list[PackedRow]:
     if stream.packer is None:
         units = min(stream.epoch_order(epoch).epoch_size, 65536)
         return [row for row, _ in islice(stream.skipping(()).rows(Cursor(epoch)), units)]
-    return [r for w in range(min(stream.num_windows(epoch), 8)) for r in stream.window_rows(epoch, w)]
+    return [r for w in range(min(stream.num_windows(epoch), _MOST_WINDOWS)) for r in stream.window_rows(epoch, w)]
 
 
 def tokens_of(stream: SequenceStream, rows: Sequence[PackedRow]) -> list[list[int]]:

@@ -37,6 +37,7 @@ from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed
 
+_CHUNK = 1024
 PackedRow = tuple[Draw, ...]
 """The draws of one sequence. An empty one only fills up the last iteration of an epoch that keeps its last samples."""
 
@@ -400,7 +401,7 @@ class SequenceStream:
             raise _wrong_cursor(f"is at row {row} of an epoch of {self._rows_per_epoch(epoch)}")
         while True:
             order, length = self.epoch_order(epoch), self._rows_per_epoch(epoch)
-            stop = min(row + 1024, length)
+            stop = min(row + _CHUNK, length)
             end = min(stop, order.stride)
             draws = order.draws(epoch, min(row, end), end)
             rows: list[PackedRow] = [(self.fitted_sources[draw.source].record(draw),) for draw in draws]

@@ -24,6 +24,7 @@ from unigen_ds.data.order.order import Draw
 from unigen_ds.data.records.unusable import BadRecord
 from unigen_ds.data.samples.sample import COLUMNS, CONTENT, KINDS, Array, count, num_pieces, piece_bounds
 
+_MOST_LOST = 0.5
 Action = Literal["split", "truncate", "skip", "error"]
 ACTIONS: tuple[Action, ...] = ("split", "truncate", "skip", "error")
 _BY_KIND: dict[str | None, dict[str, Action]] = {
@@ -205,7 +206,7 @@ def check_overflow(sources: Sequence[FittedSource], names: Sequence[str]) -> Non
                 f"{title}: all {len(source.dataset):,} records are longer than {key} {limit:,}", remedy=remedy
             )
         total, lost_targets = int(counts.image_targets.sum()), source.lost_targets["image"]
-        if lost_targets > 0.5 * total:
+        if lost_targets > _MOST_LOST * total:
             raise DataError(
                 f"{title}: {lost_targets:,} of {total:,} image targets do not fit {key} {limit:,}",
                 allowed="at most half of a source's image targets lost",

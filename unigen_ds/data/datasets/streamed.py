@@ -31,6 +31,7 @@ from unigen_ds.data.sources.shard_files import DataShard, ShardList
 from unigen_ds.system.files import quick_digest
 from unigen_ds.system.log import logger
 
+_MOST_RECORDS = 1 << 20
 SPAN = 10**9
 """Numbers of records of a shard: more than it has."""
 _FORMAT = "unigen-streamed-1"
@@ -141,7 +142,7 @@ class Recent(Generic[_T]):
     def __getitem__(self, shard: int) -> _T:
         if shard not in self._values:
             self._values[shard] = self._make(shard)
-            while len(self._values) > self._number and sum(map(len, self._values.values())) > 1 << 20:
+            while len(self._values) > self._number and sum(map(len, self._values.values())) > _MOST_RECORDS:
                 self._values.popitem(last=False)
         self._values.move_to_end(shard)
         return self._values[shard]

@@ -42,6 +42,7 @@ from unigen_ds.data.sources.unpacked import require, write_where_space
 from unigen_ds.system.files import delete_inside, hold_lock, quick_digest
 from unigen_ds.system.log import logger
 
+_LONGEST_WAIT_S = 30.0
 _T = TypeVar("_T")
 _WHOLE = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(?:@(?P<revision>refs/[^/]+/[^/]+|[^/]+))?/?")
 """A data set of the hub; a longer path is of files of one."""
@@ -312,7 +313,7 @@ def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
                     f"{what} failed in {attempts} attempts: {problem}",
                     remedy="check the network and the shard, then continue with --resume: nothing of the run is lost",
                 ) from error
-        wait = min(2.0 ** (attempt - 1), 30.0)
+        wait = min(2.0 ** (attempt - 1), _LONGEST_WAIT_S)
         logger().warning("%s: attempt %d of %d failed (%s); the next in %g s", what, attempt, attempts, problem, wait)
         time.sleep(wait)
     raise AssertionError("attempts is at least 1")

@@ -29,6 +29,7 @@ from unigen_ds.core.errors import ConfigError
 from unigen_ds.core.json_values import leaves
 from unigen_ds.system.files import hold_lock, write_text_atomic
 
+_POLL_S = 0.1
 _FIELD = re.compile(r"\{(\w+)\}")
 RESULT = re.compile(r"step_(\d+)\.json")
 _JOB_NUMBER = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+)?(?: on cluster \S+)?")
@@ -196,7 +197,7 @@ class JobFolder:
                 return
         try:
             while process.poll() is None and job in self.records():
-                time.sleep(0.1)
+                time.sleep(_POLL_S)
         finally:  # also where this worker is ended by a signal
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)

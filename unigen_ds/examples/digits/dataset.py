@@ -20,6 +20,7 @@ from unigen_ds.data.samples.processor import ConversationProcessor
 from unigen_ds.examples.demo import prepare_folder, record
 from unigen_ds.system.machine import import_optional
 
+_SPLIT_KEY = 20240817
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TRAIN_SIZE = 1500
 
@@ -80,7 +81,7 @@ def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 def _write(folder: Path) -> None:
     data = import_optional("sklearn.datasets", "DigitsDataset", install="'unigen_ds[demo]'").load_digits()
     images = np.round(data.images * (255.0 / 16.0)).astype(np.uint8)
-    order = permute_many(np.arange(len(images), dtype=np.int64), len(images), 20240817).tolist()
+    order = permute_many(np.arange(len(images), dtype=np.int64), len(images), _SPLIT_KEY).tolist()
     for split, members in (("train", order[:TRAIN_SIZE]), ("val", order[TRAIN_SIZE:])):
         (folder / split).mkdir()
         draw, describe = [], []

@@ -26,6 +26,7 @@ from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.evaluate.ema import average_of
 from unigen_ds.system import dist
 
+_OF_DIGIT = 20
 _COLUMNS = 10
 
 
@@ -66,7 +67,7 @@ def evaluate_digits(
     train_images, train_labels = read_split(root, "train")
     held_images, held_labels = read_split(root, "val")
     classifier = train_classifier(train_images, train_labels)
-    digits = np.repeat(np.arange(10), 20)
+    digits = np.repeat(np.arange(10), _OF_DIGIT)
     prompts = [draw_prompt(digit) for digit in digits.tolist()]
     pictures = torch.stack(draw(model, processor, prompts, size=train_images.shape[1:], flow=flow, seed=seed))[:, 0]
     # [-1, 1] -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show

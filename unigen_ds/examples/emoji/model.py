@@ -25,6 +25,8 @@ from unigen_ds.families.bagel.family import Bagel
 from unigen_ds.families.bagel.model import UnifiedModel
 from unigen_ds.families.base import PublishedFormat
 
+_LEAST_T = 0.05
+
 
 @MODELS.register_module()
 class EmojiModel(UnifiedModel):
@@ -34,7 +36,7 @@ class EmojiModel(UnifiedModel):
 
     def velocity_of(self, hidden_MD: Tensor, noisy_MC: Tensor, t_M: Tensor) -> Tensor:
         clean_MC = self.llm2vae(hidden_MD)
-        return (noisy_MC - clean_MC) / t_M.clamp(min=0.05)[:, None].to(clean_MC.dtype)
+        return (noisy_MC - clean_MC) / t_M.clamp(min=_LEAST_T)[:, None].to(clean_MC.dtype)
 
 
 @FAMILIES.register_module()

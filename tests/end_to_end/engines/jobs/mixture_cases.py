@@ -59,10 +59,6 @@ def mixtures(*, full: bool) -> list[Job]:
     return jobs + [Job(f"mixture/only-{engine}", _phases(steps)) for engine, steps in OF_ONE.items() if full]
 
 
-def steps_of(name: str) -> tuple[Step, ...]:
-    return STEPS if name == "mixture/engines" else OF_ONE[name.rpartition("/only-")[2]]
-
-
 def _phases(steps: tuple[Step, ...]) -> list[Phase]:
     phases = []
     for number, step in enumerate(steps):
