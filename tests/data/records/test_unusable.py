@@ -17,7 +17,7 @@ from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
-from unigen_ds.data.records.unusable import unused_records
+from unigen_ds.data.records.unusable import OTHER_IMAGE, unused_records
 from unigen_ds.runner import Runner, train_config
 
 TALK = [{"from": "human", "value": "this is"}, {"from": "gpt", "value": "two"}]
@@ -34,6 +34,7 @@ RECORDS: list[tuple[dict[str, Any], list[tuple[str, str]]]] = [
     ({"image": "1.png", "caption": "one", "question": "this is"}, [("caption", "question")]),
     ({"text_prompt": "one", "image_path": "1.png", "image": "1.png"}, [("text_prompt", "image")]),
     ({"text": "this is one", "system": "linux", "id": 1}, []),
+    ({"picture": "1.png", "question": "this is", "answer": 2}, [("question", OTHER_IMAGE)]),
 ]  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_keys_of_another_layout_are_counted(tmp_path: Path, capsys: pytest.Captu
     expected = {words(*one) for _, keys in RECORDS for one in keys}
     status, out = inspect(settings, tmp_path, capsys)
     log = (tmp_path / "run" / "train.log").read_text()
-    assert status == 0 and all(f"2 of 20 records (10 %): {text}" in page for text in expected for page in (log, out))
+    assert status == 0 and all(f"2 of 22 records (9.1 %): {text}" in page for text in expected for page in (log, out))
     report = json.loads(inspect(settings, tmp_path, capsys, "--json")[1])
     notices = {one["reason"]: one["number"] for one in report["sources"]["rows"]["noticed"]}
     assert {text for text, number in notices.items() if "does not use" in text and number == 2} == expected

@@ -61,7 +61,7 @@ class Reason:
 
     def __str__(self) -> str:
         share = 100 * self.number / max(self.total, 1)
-        return f"{self.number:,} of {self.total:,} {self.unit} ({share:.2g} %): {self.reason}"
+        return f"{self.number:,} of {self.total:,} {self.unit} ({float(f'{share:.2g}'):g} %): {self.reason}"
 
 
 def reasons(stream: SequenceStream) -> list[Reason]:

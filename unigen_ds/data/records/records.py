@@ -322,8 +322,10 @@ def _question_turns(values: Values) -> list[Turn]:
 
 def _answer_turns(values: Values) -> list[Turn]:
     turns = [Turn("user", "image", image) for image in values.images(_image_key(values.record))]
-    question, answer = (values.text(values.record[key], key) for key in _ANSWER)
-    return [*turns, Turn("user", "text", question), Turn("assistant", "text", answer)]
+    question, answer = (values.record[key] for key in _ANSWER)
+    answer = str(answer) if isinstance(answer, (int, float)) else answer  # a table has numbers
+    texts = values.text(question, "question"), values.text(answer, "answer")
+    return [*turns, Turn("user", "text", texts[0]), Turn("assistant", "text", texts[1])]
 
 
 def _image_key(record: Record) -> str:

@@ -149,13 +149,17 @@ def exceeds(number: int, total: int, limit: float) -> bool:
 _NAMES = tuple(RECORD_LAYOUTS)
 BESIDE_JSON = "another `caption` or `text` in the .json"
 IMAGE_BESIDE_JSON = "an image that the .json does not name"
+OTHER_IMAGE = "an image file in another key (columns={'that key': 'image'} reads it)"
 _KEYS = (
     "conversations", "text_prompt", "image_path", "image", "images", "text", "messages", "texts", "image_list",
     "instruction_list", "instruction", "input_image", "input_images", "output_image", "output_images", "caption",
-    "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON, "question", "answer",
+    "captions", "file_name", "system", "tools", BESIDE_JSON, IMAGE_BESIDE_JSON, "question", "answer", OTHER_IMAGE,
 )  # fmt: skip
 """All of the layouts, and what a source itself leaves out (``Row.unused``). Only added to, as ``RECORD_LAYOUTS``."""
 _CHATS, _OF_CHATS = ("llava", "conversations", "messages", "texts"), ("system", "tools")
+_TEXTS = ("llava", "messages", "texts", "question", "document")
+"""Layouts that need no image."""
+_IMAGES, _IMAGE_FILE = {"image", "images", "file_name"}, re.compile(r".+\.(png|jpe?g|webp|gif|bmp)", re.IGNORECASE)
 _SHIFT = 8
 """The bit of the first key; below it is the layout, from 1."""
 
@@ -173,6 +177,9 @@ def unused_keys(record: Mapping[str, Any], layout: Layout, beside: Sequence[str]
             images = record[key] if isinstance(record[key], list) else [record[key]]
             if all(image in names for image in images):
                 keys.remove(key)
+    others = [record[key] for key in record if key not in _KEYS] if name in _TEXTS and not _IMAGES & {*record} else []
+    if any(isinstance(value, str) and _IMAGE_FILE.fullmatch(value) for value in others):
+        keys.append(OTHER_IMAGE)
     every = (*keys, *beside)
     return 1 + _NAMES.index(name) + sum(1 << _SHIFT + _KEYS.index(key) for key in every) if every else 0
 
