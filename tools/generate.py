@@ -218,7 +218,7 @@ def generate(arguments: argparse.Namespace) -> None:
             sheet.append(Cell([*images, *result.images], text))
         path = row["file"] and str(arguments.out / row["file"])
         prompt = request.text if several and result.text else ""
-        print("  ".join(part for part in (path, prompt, row["text"]) if part), flush=True)
+        print("  ".join(part for part in (path, prompt and f"{prompt} >", row["text"]) if part), flush=True)
     if arguments.grid:
         with writes(arguments.out):
             grid = contact_sheet(sheet, columns=arguments.columns)

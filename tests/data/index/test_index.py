@@ -116,7 +116,7 @@ def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     assert many.digest == alone.digest and np.array_equal(many.records, alone.records)
     assert len(pids(tmp_path)) == 2 and os.getpid() not in pids(tmp_path)
     path = write_jsonl(tmp_path / "u.jsonl", [{"text": "x"} if i not in (13, 30) else {} for i in range(40)])
-    with pytest.raises(DataError, match=r"u\.jsonl:14: conversations is missing"):
+    with pytest.raises(DataError, match=r"u\.jsonl:14: no layout fits the keys"):
         build_index(path, num_workers=2)
 
 

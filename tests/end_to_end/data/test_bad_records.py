@@ -56,7 +56,7 @@ def test_one_error_lists_the_bad_records_of_all_kinds(tmp_path: Path) -> None:
         UnifiedGenerationDataset(path, make_processor())
     lines = str(error.value).splitlines()[1:]
     assert len(lines) == 20
-    expected = {1: "Truncated File Read", 2: "No such file", 3: "conversations is missing", 4: "text is 3",
+    expected = {1: "Truncated File Read", 2: "No such file", 3: "no layout fits the keys", 4: "text is 3",
                 5: "conversations[0].role is 'robot'", 26: "text is missing"}  # fmt: skip
     for line, (index, reason) in zip(lines, expected.items(), strict=False):
         assert line.startswith(f"  index {index}, id {records[index]['id']!r}, {path}:1: ") and reason in line, line

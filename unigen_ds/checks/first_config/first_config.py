@@ -201,9 +201,12 @@ def _decide_data(
     sequences, why = max(math.ceil(trained.sum() / length), 1), "--epochs"
     least_updates = _LEAST_OF_NEW if is_new else _LEAST_UPDATES
     if epochs is None:
-        usual = 10 if is_new or config.data.draws else 1 if is_text else 3
-        epochs = max(1 if total > 100_000 else usual, min(math.ceil(least_updates / sequences), _MOST_EPOCHS))
-        why = "usual are 3, of images and new weights 10, of documents 1; more where an epoch is short; --epochs"
+        rules = ((total > 100_000, 1, "many records"), (is_new, 10, "random weights"), (is_text, 1, "documents"),
+                 (config.data.draws, 10, "images"), (True, 3, "conversations"))  # fmt: skip
+        usual, of_what = next((number, name) for holds, number, name in rules if holds)
+        epochs = max(usual, min(math.ceil(least_updates / sequences), _MOST_EPOCHS))
+        why = f"usual with {of_what}" if epochs == usual else f"for about {least_updates} updates"
+        why += "; --epochs"
     of_device = 2 ** int(math.log2(max(min(sequences * epochs / least_updates, _MOST_IN_UPDATE) / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
     interval, warmup = _round_number(updates / 10), round(0.03 * updates)
@@ -261,7 +264,7 @@ def _decide_optimizer(
     optimizer, own = base["optim_wrapper"]["optimizer"], (_LORA_RATE, "of adapters; --lr")
     if "lora" not in config.values and config.model.is_new:
         rate = min(_NEW_RATE * (_NEW_SIZE / size) ** 0.5, _MOST_RATE)
-        own = float(f"{rate:.0e}"), "of new weights, by the number of parameters; --lr"
+        own = float(f"{rate:.0e}"), "of random weights, by their number; a third with learned positions (GPT-2); --lr"
     elif "lora" not in config.values:
         rate = optimizer["lr"] * min(max((recipe_size / size) ** 0.5, 1), 100)
         own = float(f"{rate:.0e}"), "by the number of parameters; --lr"

@@ -125,7 +125,7 @@ def parse_record(
     if name:
         return RECORD_LAYOUTS[name].turns(values)
     raise DataError(
-        f"{where}: conversations is missing (the record has: {_key_names(record) or 'nothing'})",
+        f"{where}: no layout fits the keys of the record: {_key_names(record) or 'it has none'}",
         allowed="{conversations: [...]}, {text_prompt, image_path}, {text}, LLaVA's {image, conversations},"
         " {messages}, {images, texts}, {image, caption}, {image, captions}, {image, question, answer},"
         " {image_list, instruction_list} or {instruction, input_images, output_images}",
