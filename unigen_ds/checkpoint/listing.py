@@ -13,7 +13,6 @@ from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
 from unigen_ds.checkpoint.store import Candidate
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system.files import size_text
 
 TABLE_COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
@@ -86,6 +85,8 @@ def problems(checkpoint: Candidate) -> str | None:
 
 def describe_checkpoint(directory: Path) -> list[str]:
     """The manifest of a checkpoint, or of the newest one of a work dir, as text."""
+    from unigen_ds.schedule.schedule import Schedules  # which imports torch: a list does not wait for it
+
     checkpoints = find_checkpoints(directory)
     readable = [f for f in checkpoints if f.manifest is not None]
     if not readable:

@@ -34,8 +34,9 @@ from torch import Tensor
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import stored_dtype
+from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, rank_file
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
-from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY, open_reader, open_shards, rank_file
+from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
 from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, ShardReader, shard_key
 from unigen_ds.system import dist
