@@ -36,7 +36,7 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import stored_dtype
 from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, rank_file
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
-from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY
+from unigen_ds.checkpoint.store import CONFIG_FILE, HOOKS_FILE, RNG_DIRECTORY
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
 from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, ShardReader, shard_key
 from unigen_ds.system import dist
@@ -53,7 +53,7 @@ from unigen_ds.system.outputs import (
 )
 from unigen_ds.system.seeding import rng_state
 
-CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
+TOKENIZER = "tokenizer"
 _OUTCOMES = ".written"
 """Folder of a staging directory: what each rank has written, during an asynchronous save."""
 Form = Literal["sharded", "full", "both"]

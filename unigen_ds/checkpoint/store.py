@@ -39,7 +39,7 @@ STAGING = ".tmp-"
 DELETING = ".deleting"
 NOT_FINITE = "not_finite_"
 """Begins the name of a checkpoint whose state is not finite: it is listed as no checkpoint of the run."""
-RNG_DIRECTORY, HOOKS_FILE = "rng", "hooks.json"
+RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE = "rng", "hooks.json", "config.py"
 WEIGHTS = "weights"
 """Folder beside the checkpoints with exports of weights alone (``CheckpointHook(weights_interval=...)``)."""
 BY_UPDATE = ("step", "update")

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unigen_ds.checkpoint.home import is_locked
 from unigen_ds.checkpoint.store import Candidate
-from unigen_ds.report.charts import Mark, Series, chart
+from unigen_ds.report.charts import Mark, Points, Series, chart
 from unigen_ds.report.document import (
     TableCell,
     data_uri,
@@ -119,10 +121,16 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     }
 
 
-def points(lines: Iterable[Line], key: str) -> list[tuple[float, float]]:
-    """(update, value) of every line that has finite numbers."""
-    pairs = ((finite(line.get("update")), finite(line.get(key))) for line in lines)
-    return [(at, value) for at, value in pairs if at is not None and value is not None]
+def points_by_key(lines: Sequence[Line], keys: Iterable[str]) -> dict[str, Points]:
+    """(update, value) of every line that has a finite number, by key: in the order of their first ones."""
+    updates = np.array([line["update"] for line in lines], dtype=float)
+    columns: dict[tuple[int, int, str], Points] = {}
+    for key in keys:
+        values = np.array([finite(line.get(key)) for line in lines], dtype=float)
+        rows = np.flatnonzero(~np.isnan(values))
+        if rows.size:
+            columns[int(rows[0]), [*lines[rows[0]]].index(key), key] = np.stack((updates[rows], values[rows]), axis=1)
+    return defaultdict(lambda: np.empty((0, 2)), {key: columns[row, at, key] for row, at, key in sorted(columns)})
 
 
 def marks_of(run: WorkDir) -> list[Mark]:
@@ -146,24 +154,25 @@ def marks_of(run: WorkDir) -> list[Mark]:
 def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts of the training: the main ones, and all others."""
     lines, marks = run.updates, marks_of(run)
-    keys = [*dict.fromkeys(key for line in lines for key in line if finite(line[key]) is not None)]
+    points = points_by_key(lines, set[str]().union(*lines))
+    keys = [*points]
     terms = [key for key in keys if key.startswith("loss/")]
     rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
 
     def figure(title: str, names: Sequence[str], *, unit: str = "", log: bool | None = None) -> dict[str, Any] | None:
         several = [
-            Series(name.partition("/")[2] or name, points(lines, name), i, smooth=name not in rates)
+            Series(name.partition("/")[2] or name, points[name], i, smooth=name not in rates)
             for i, name in enumerate(names)
         ]
         return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
 
     void = [
-        Series(f"made void by a resume{f' ({i})' * (len(run.void_lines) > 1)}", points(part, "loss"), style="faint",
-               scale=False)
+        Series(f"made void by a resume{f' ({i})' * (len(run.void_lines) > 1)}", points_by_key(part, ["loss"])["loss"],
+               style="faint", scale=False)
         for i, part in enumerate(run.void_lines, start=1)
     ]  # fmt: skip
     main = [
-        chart("Loss", [Series("loss", points(lines, "loss")), *void], x_label="update", marks=marks, compact=False),
+        chart("Loss", [Series("loss", points["loss"]), *void], x_label="update", marks=marks, compact=False),
         figure("Loss by term", terms),
         figure("Learning rate", rates, log=False),
         figure("Gradient norm", ["grad_norm"]),
@@ -194,8 +203,8 @@ def validation_curves(run: WorkDir) -> list[dict[str, Any]]:
     figures = []
     for group, series in groups.items():
         all_series = [
-            Series("all" if key == group else key.removeprefix(f"{group}/"), sorted(values.items()), i, "dots")
-            for i, (key, values) in enumerate(series.items())
+            Series("all" if key == group else key.removeprefix(f"{group}/"), np.array(sorted(one.items())), i, "dots")
+            for i, (key, one) in enumerate(series.items())
         ]
         if any(len(one.points) > 1 for one in all_series):
             figures.append(chart(group, all_series, x_label="update", marks=marks_of(run)))

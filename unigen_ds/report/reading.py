@@ -13,14 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import LINK, home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
-from unigen_ds.checkpoint.saver import CONFIG_FILE
-from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.checkpoint.store import CONFIG_FILE, Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import dotted_name, leaves
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
@@ -53,7 +53,7 @@ class RunStart:
     lines: Sequence[Line]
     """The lines of ``metrics.jsonl`` and ``ledger.jsonl`` that this start wrote, void ones too."""
 
-    @property
+    @cached_property
     def end_update(self) -> int:
         """The last update that any file has. A late result belongs to an earlier update than its line."""
         own = [line for line in (*self.times, *self.lines) if line.get("event") in (None, "time", "end")]
@@ -197,9 +197,7 @@ def _journal(path: Path, problems: Problems) -> list[Line]:
 
 def finite(value: object) -> float | None:
     """Return a finite number as float, and None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
-        return None
-    return float(value)
+    return float(value) if type(value) in (int, float) and -1e300 < value < 1e300 else None
 
 
 def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
@@ -300,11 +298,11 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
     of_lines = []
     for line in lines:
         event = line.get("event")
-        candidates = {key: finite(line[key]) for key in line if event is not None or key.startswith("val/")}
         own = {
             key: n
-            for key, n in candidates.items()
-            if n is not None and key not in POSITION and (line["update"], key) not in file_keys
+            for key in line
+            if (event is not None or key.startswith("val/")) and key not in POSITION
+            if (n := finite(line[key])) is not None and (line["update"], key) not in file_keys
         }
         if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"

@@ -136,7 +136,7 @@ class Runner(Run):
             checkpoint = restore(self._parts, self.hooks, home=self.checkpoint_dir)
             if checkpoint is not None:
                 self._call("after_load_checkpoint", checkpoint)
-            dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
+            dist.on_main(lambda: write_text_atomic(self.work_dir / store.CONFIG_FILE, self._config_text))
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
             check_states(self.hooks)
