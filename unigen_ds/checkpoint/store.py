@@ -7,13 +7,12 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar
@@ -323,4 +322,4 @@ class Lineage:
     def write(self, work_dir: Path) -> None:
         """Durable when it returns. The file is not made for an empty lineage."""
         if self.start or self.abandoned or self.skips or (work_dir / self.FILE).exists():
-            write_text_atomic(work_dir / self.FILE, json.dumps(dataclasses.asdict(self)) + "\n")
+            write_text_atomic(work_dir / self.FILE, json.dumps(asdict(self)) + "\n")

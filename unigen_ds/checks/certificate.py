@@ -304,9 +304,8 @@ def _equal(a: Any, b: Any) -> bool:
 def _contents(checkpoint: Path) -> dict[str, Callable[[], Any]]:
     """Name -> what reads it: tensors, states of hooks and of generators, the progress."""
     manifest = Manifest.read(checkpoint)
-    entries: dict[str, Callable[[], Any]] = {
-        "|".join(key): read for key, read in tensor_readers(checkpoint, manifest).items()
-    }
+    tensors = tensor_readers(checkpoint, manifest).items()
+    entries: dict[str, Callable[[], Any]] = {"|".join(key): read for key, read in tensors}
     for name, state in store.read_hook_states(checkpoint, manifest).items():
         entries[f"state of the hook {name}"] = partial(lambda state: state, state)
     for path in sorted((checkpoint / store.RNG_DIRECTORY).glob("*.safetensors")):

@@ -26,6 +26,7 @@ _LONG = 80
 _LABEL_DISTANCE = 3.0  # percent of the width
 Points = NDArray[np.float64]
 """A row (x, y) for each point, in the order of x."""
+NO_POINTS: Points = np.empty((0, 2))
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,7 @@ class Series:
     points: Points
     colour: int = 0
     style: str = ""
-    """``faint`` for work that does not count, ``dots`` for few values."""
-    scale: bool = True
-    """Whether it takes part in the choice of the axes."""
+    """``faint`` for work that does not count, and does not choose the axes; ``dots`` for few values."""
     smooth: bool = True
     """Whether a long curve is drawn smoothed, over its values."""
 
@@ -72,7 +71,7 @@ def chart(
     curves = [one for one in series if len(one.points)]
     if not curves:
         return None
-    ys = np.concatenate([one.points[:, 1] for one in ([s for s in curves if s.scale] or curves)])
+    ys = np.concatenate([one.points[:, 1] for one in ([s for s in curves if s.style != "faint"] or curves)])
     low, high = float(ys.min()), float(ys.max())
     log = low > 0 and (high / low > _LOG_RATIO if log is None else log)
     low, high, y_ticks = _log_axis(low, high) if log else _axis(low, high)
@@ -100,8 +99,7 @@ def chart(
             paths += [(path(one.points), f"{one.css} raw"), (path(moving_average(one.points)), css)]
         else:
             paths.append((path(one.points), css))
-    flags: list[tuple[str, Mark]] = []
-    before = -math.inf
+    flags, before = list[tuple[str, Mark]](), -math.inf
     for mark in marks:  # a label that would cover the one before it is left out; its line is drawn
         at = 100 * across(mark.x) / WIDTH
         if 0 <= at <= 100 and at - before >= _LABEL_DISTANCE:
@@ -139,10 +137,8 @@ def chart(
 
 def moving_average(points: Points) -> Points:
     """The mean of a window of a fortieth of the values, centred; shorter at both ends."""
-    number, half = len(points), max(1, len(points) // 80)
-    sums = np.cumsum(np.append(0.0, points[:, 1]))
-    reach = np.minimum(half, np.minimum(np.arange(number), np.arange(number)[::-1]))
-    at = np.arange(number)
+    at, sums = np.arange(len(points)), np.cumsum(np.append(0.0, points[:, 1]))
+    reach = np.minimum(max(1, len(points) // 80), np.minimum(at, at[::-1]))
     means = (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
     return np.stack((points[:, 0], means), axis=1)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -82,7 +81,7 @@ def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
 
 def open_shards(directory: Path, manifest: Manifest) -> dict[str, ShardReader]:
     """A reader of each folder of hooks' shards (``ema``): of those with safetensors files that the save wrote."""
-    folders = {os.path.dirname(entry.path) for entry in manifest.files if entry.path.endswith(".safetensors")}
+    folders = {entry.path.rpartition("/")[0] for entry in manifest.files if entry.path.endswith(".safetensors")}
     readers = {}
     for folder in sorted(folders - {"", RNG_DIRECTORY}):
         if folder.partition("/")[0] != FULL:
