@@ -193,7 +193,7 @@ def _journal(path: Path, problems: Problems) -> list[Line]:
     return lines
 
 
-def finite(value: object) -> float | None:
+def finite(value: Any) -> float | None:
     """Return a finite number as float, and None for everything else."""
     return float(value) if type(value) in (int, float) and -1e300 < value < 1e300 else None
 
