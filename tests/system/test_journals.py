@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from unigen_ds.system.journals import JsonLines, in_effect, read_lines, sample_digest
+from unigen_ds.system.journals import JsonLines, read_lines, sample_digest
 
 
 def write(path: Path, *records: dict[str, object]) -> None:
@@ -19,21 +19,6 @@ def test_a_resume_voids_later_updates_and_only_them(tmp_path: Path) -> None:
     write(path, {"event": "resume", "updates": 2}, {"update": 3, "loss": 30.0}, {"note": "kept"})
     write(path, {"event": "resume", "updates": 1}, {"update": 2, "loss": 20.0})
     assert read_lines(path) == [{"update": 1, "loss": 1.0}, {"note": "kept"}, {"update": 2, "loss": 20.0}]
-
-
-def test_each_line_is_looked_at_once_however_often_a_run_is_resumed() -> None:
-    calls = 0
-
-    class Line(dict[str, object]):
-        def get(self, *arguments: object) -> object:
-            nonlocal calls
-            calls += 1
-            return super().get(*arguments)
-
-    resumes = [Line(event="resume", updates=8 * start) for start in range(100)]
-    lines = [line for one in resumes for line in (one, *(Line(update=one["updates"] + i) for i in range(1, 11)))]
-    assert [line["update"] for line in in_effect(lines)] == [*range(1, 803)]
-    assert calls <= 2 * len(lines)
 
 
 def test_a_torn_last_line_is_ended_and_passed_over(tmp_path: Path) -> None:
