@@ -24,6 +24,7 @@ if not __package__:
 
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import ConfigError, DataError
+from unigen_ds.core.progress import Skip, merged_skips
 from unigen_ds.system.journals import read_lines, sample_digest
 from unigen_ds.system.pipes import add_config, ends_quietly, positive, sequence_range, tool_parser
 
@@ -156,7 +157,6 @@ def check_ledger(stream: SequenceStream, path: Path, *, manifest: Manifest | Non
     Lines from before the data was replaced are only counted: their samples no longer exist.
     """
     from unigen_ds.data.batches.change import compare
-    from unigen_ds.data.order.order import Skip, merged_skips
 
     lines = [line for line in read_lines(path) if "event" not in line]
     if not lines:

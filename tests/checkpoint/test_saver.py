@@ -11,8 +11,8 @@ import torch
 
 from tests.checkpoint.support import make_backend, make_manifest, save, tree
 from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.layouts.safetensors import open_reader, restore_rng
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.store import open_reader
 from unigen_ds.core.errors import CheckpointError, SaveError
 
 
@@ -40,7 +40,7 @@ def test_random_states_of_another_process_count_are_not_used(tmp_path, ranks):
     else:
         state.unlink()
     before = torch.get_rng_state()
-    assert not store.restore_rng(path, Manifest.read(path))
+    assert not restore_rng(path, Manifest.read(path))
     assert torch.equal(torch.get_rng_state(), before)
 
 

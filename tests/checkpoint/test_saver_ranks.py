@@ -22,6 +22,7 @@ import torch
 
 from tests.checkpoint.support import make_manifest
 from unigen_ds.checkpoint import saver, store
+from unigen_ds.checkpoint.layouts.safetensors import restore_rng
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.system import dist
 from unigen_ds.core.errors import ConfigError, UnigenError
@@ -106,7 +107,7 @@ expected = torch.rand(3).tolist()
 Halves.broken = True
 report["failed"] = outcome(lambda: save("iter_24.pth"))
 first = Path(report["saved"])
-report["restored"] = store.restore_rng(first, Manifest.read(first)) and torch.rand(3).tolist() == expected
+report["restored"] = restore_rng(first, Manifest.read(first)) and torch.rand(3).tolist() == expected
 
 report["refused"] = outcome(lambda: dist.on_main(refuse))
 report["strange"] = outcome(lambda: dist.on_main(strange))

@@ -473,11 +473,16 @@ def test_secrets_are_masked(runs: Runs, tmp_path: Path) -> None:
     assert "hidden-value" not in text and "***" in text
 
 
+def test_neither_a_report_nor_a_list_of_checkpoints_waits_for_torch(runs: Runs) -> None:
+    code = "import sys; from tools import checkpoints, report; report.main([sys.argv[1]])"
+    code += "; checkpoints.main(['list', sys.argv[1]]); print({'torch', 'transformers', 'mmengine'} & {*sys.modules})"
+    process = run([sys.executable, "-B", "-c", code, str(runs.first)], cwd=ROOT, env=ENVIRONMENT, text=True)
+    assert process.stdout.endswith("set()\n"), (process.stdout, process.stderr)
+
+
 def test_long_curves_keep_their_extremes() -> None:
-    points = [(float(x), 1.0) for x in range(10 * MOST_POINTS)]
-    points[1234], points[4321] = (1234.0, 9.0), (4321.0, -9.0)
-    result = reduce_points(points)
-    assert len(result) <= MOST_POINTS + 2 and {points[0], points[-1], points[1234], points[4321]} <= set(result)
-    assert [x for x, _ in result] == sorted(x for x, _ in result)
-    line = [(float(x), 2.0 * x) for x in range(400)]
-    assert np.allclose(moving_average(line), line)
+    points = np.stack((xs := np.arange(10.0 * MOST_POINTS), np.ones_like(xs)), axis=1)
+    points[1234, 1], points[4321, 1] = 9.0, -9.0
+    result = reduce_points(points).tolist()
+    assert len(result) <= MOST_POINTS + 2 and all(points[i].tolist() in result for i in (0, -1, 1234, 4321))
+    assert result == sorted(result) and np.allclose(moving_average(line := np.stack((xs, 2 * xs), axis=1)), line)

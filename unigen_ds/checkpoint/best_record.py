@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from unigen_ds.checkpoint import store
-from unigen_ds.checkpoint.store import HOOKS_FILE, read_hook_states
 from unigen_ds.core.errors import CheckpointError
 
 BEST_FILE = "best_checkpoint"
@@ -60,12 +59,12 @@ def best_of(directory: Path) -> tuple[Path, Best] | None:
         if not current:
             raise CheckpointError(f"no complete checkpoint found in {directory}")
         newest = current[-1].path
-    manifest = store.verify_manifest(newest, accepts=lambda path: path == HOOKS_FILE)
+    manifest = store.verify_manifest(newest, accepts=lambda path: path == store.HOOKS_FILE)
     try:
-        state = read_hook_states(newest, manifest).get(HOOK)
+        state = store.read_hook_states(newest, manifest).get(HOOK)
         best = None if state is None else Best.from_state_dict(state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{newest / HOOKS_FILE} is damaged: {error}") from error
+        raise CheckpointError(f"{newest / store.HOOKS_FILE} is damaged: {error}") from error
     if best is None:
         return None
     folder = best.where(newest)

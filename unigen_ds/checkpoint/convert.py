@@ -22,6 +22,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import locate, read_foreign, stored_dtype
+from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards
 from unigen_ds.checkpoint.manifest import FILE_NAME, Base
 from unigen_ds.checkpoint.saver import TOKENIZER, free_name
 from unigen_ds.core.choices import DTYPE_NAMES
@@ -87,8 +88,8 @@ def read_source(checkpoint: Path, *, tag: str | None = None) -> WeightSource:
         return path.rpartition("/")[0] in ("", EMA, TOKENIZER) and path != OPTIMIZER_FILE
 
     manifest = store.verify_manifest(directory, accepts=has_weights)
-    reader = store.open_reader(directory, manifest)
-    average = store.open_shards(directory, manifest).get(EMA)
+    reader = open_reader(directory, manifest)
+    average = open_shards(directory, manifest).get(EMA)
     tied = {alias: row["name"] for row in manifest.parameters for alias in row.get("tied", ())}
     frozen = frozenset(row["name"] for row in manifest.parameters if not row["trainable"])
     return WeightSource(directory, reader, average, frozen, {**reader.tied, **tied}, manifest.base)

@@ -11,16 +11,14 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import best_of
 from unigen_ds.checkpoint.home import home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME, Manifest
-from unigen_ds.checkpoint.store import Candidate
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system.files import size_text
 
 TABLE_COLUMNS = ("name", "iteration", "updates", "epoch", "effective batch", "size", "created", "parent", "state")
 COMPLETE, NEXT, VOID = "complete", "complete, --resume uses it", "complete, abandoned by a resume"
 
 
-def find_checkpoints(directory: Path) -> list[Candidate]:
+def find_checkpoints(directory: Path) -> list[store.Candidate]:
     """The checkpoints of a work dir, oldest first, or the one that ``directory`` is; ``CheckpointError`` for none."""
     if not directory.exists():
         raise store.missing(directory)
@@ -29,8 +27,8 @@ def find_checkpoints(directory: Path) -> list[Candidate]:
     directory = home_of(directory)
     if (directory / FILE_NAME).is_file() or store.is_checkpoint_name(directory.name):
         directory = directory.resolve()
-        listing = store.list_checkpoints(directory.parent)
-        return [c for c in listing if c.path == directory] or [Candidate(directory, Manifest.read(directory), None)]
+        own = [one for one in store.list_checkpoints(directory.parent) if one.path == directory]
+        return own or [store.Candidate(directory, Manifest.read(directory), None)]
     checkpoints = store.list_checkpoints(directory)
     if not checkpoints:
         raise CheckpointError(f"no checkpoint found in {directory}")
@@ -77,7 +75,7 @@ def best(directory: Path) -> list[str]:
     return [f"{name.ljust(6)}  {value}" for name, value in {**facts, "update": score.updates}.items()]
 
 
-def problems(checkpoint: Candidate) -> str | None:
+def problems(checkpoint: store.Candidate) -> str | None:
     """What is wrong with a checkpoint, every byte read; None when nothing is."""
     if checkpoint.problem is not None or checkpoint.manifest is None:
         return checkpoint.problem
@@ -86,6 +84,8 @@ def problems(checkpoint: Candidate) -> str | None:
 
 def describe_checkpoint(directory: Path) -> list[str]:
     """The manifest of a checkpoint, or of the newest one of a work dir, as text."""
+    from unigen_ds.schedule.schedule import Schedules  # which imports torch: a list does not wait for it
+
     checkpoints = find_checkpoints(directory)
     readable = [f for f in checkpoints if f.manifest is not None]
     if not readable:

@@ -34,8 +34,8 @@ from torch import Tensor
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import stored_dtype
+from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, rank_file
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
-from unigen_ds.checkpoint.store import HOOKS_FILE, RNG_DIRECTORY, open_reader, open_shards, rank_file
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
 from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, ShardReader, shard_key
 from unigen_ds.system import dist
@@ -52,7 +52,7 @@ from unigen_ds.system.outputs import (
 )
 from unigen_ds.system.seeding import rng_state
 
-CONFIG_FILE, TOKENIZER = "config.py", "tokenizer"
+TOKENIZER = "tokenizer"
 _OUTCOMES = ".written"
 """Folder of a staging directory: what each rank has written, during an asynchronous save."""
 Form = Literal["sharded", "full", "both"]
@@ -111,13 +111,13 @@ def save(
         generators = rng_state()
         metadata = {"scalars": json.dumps(generators.pop("scalars")), **stamp}
         entries = [Entry.of(*item) for item in generators.items()]
-        outputs = [*state.files, safetensors_output(f"{RNG_DIRECTORY}/{rank_file()}", entries, metadata)]
+        outputs = [*state.files, safetensors_output(f"{store.RNG_DIRECTORY}/{rank_file()}", entries, metadata)]
         for folder, shards in hook_shards.items():
             entries = [Entry.of(shard_key(folder, s.name, s.flat_start), s.data) for s in shards if s.primary]
             outputs.append(safetensors_output(f"{folder}/{rank_file()}", entries, {"format": "pt", **stamp}))
         if dist.is_main():
-            outputs.append(bytes_output(HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
-            outputs.append(bytes_output(CONFIG_FILE, config_text.encode()))
+            outputs.append(bytes_output(store.HOOKS_FILE, states_text({**hook_states, **stamp}).encode()))
+            outputs.append(bytes_output(store.CONFIG_FILE, config_text.encode()))
             with tempfile.TemporaryDirectory() as temporary:
                 if write_tokenizer is not None:
                     write_tokenizer(temporary)
@@ -428,7 +428,7 @@ def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:
     """
     reader, readers, metadata = open_reader(staging, manifest), open_shards(staging, manifest), {STAMP: manifest.stamp}
     paths = {entry.path for entry in manifest.files if os.path.dirname(entry.path) in ("", *readers)}
-    engines = paths - {HOOKS_FILE, CONFIG_FILE}
+    engines = paths - {store.HOOKS_FILE, store.CONFIG_FILE}
     rest = [entry for entry in manifest.files if entry.path not in engines]
     weights = [
         Entry(name, shape, stored_dtype(reader, kind, name, shape), partial(reader.parts, kind, name))

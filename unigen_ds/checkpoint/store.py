@@ -1,4 +1,4 @@
-"""Checkpoints of a work dir: list, verify, open, the newest that can be trusted, and retention.
+"""Checkpoints of a work dir: list, verify, the newest that can be trusted, and retention.
 
 "Newest" is the last committed one in the present lineage, never the one with the highest number: after a batch change
 iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a resume abandoned some;
@@ -7,30 +7,22 @@ iteration 3000 may become 1500. Manifests decide, and ``lineage.json`` where a r
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
-from safetensors.torch import safe_open
-from torch import Tensor
 
-from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
-from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.progress import Duration
-from unigen_ds.core.shards import STAMP, ShardReader
-from unigen_ds.data.order.order import Skip
-from unigen_ds.system import dist
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.progress import Duration, Skip
 from unigen_ds.system.files import (
     delete_inside,
     file_digest,
@@ -40,14 +32,13 @@ from unigen_ds.system.files import (
     write_text_atomic,
 )
 from unigen_ds.system.log import logger
-from unigen_ds.system.seeding import set_rng_state
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
 DELETING = ".deleting"
 NOT_FINITE = "not_finite_"
 """Begins the name of a checkpoint whose state is not finite: it is listed as no checkpoint of the run."""
-RNG_DIRECTORY, HOOKS_FILE = "rng", "hooks.json"
+RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE = "rng", "hooks.json", "config.py"
 WEIGHTS = "weights"
 """Folder beside the checkpoints with exports of weights alone (``CheckpointHook(weights_interval=...)``)."""
 BY_UPDATE = ("step", "update")
@@ -283,53 +274,7 @@ def sweep(work_dir: Path) -> list[Path]:
     return paths
 
 
-# Opening a checkpoint: its tensors, the states of its hooks and its random generators. Only files that its manifest
-# lists are opened: the folder may have others (an export, for example), which were never verified.
-
-
-def open_reader(directory: Path, manifest: Manifest) -> ShardReader:
-    """A reader of the checkpoint's model and optimizer tensors."""
-    layout = LAYOUTS.module_dict.get(manifest.layout)
-    if layout is None:
-        raise CheckpointError(
-            f"{directory} has layout {manifest.layout!r}",
-            allowed=", ".join(sorted(LAYOUTS.module_dict)),
-            remedy="a config whose custom_imports name the module that registers it: --config CONFIG of the tools",
-        )
-    names = {parameter["name"] for parameter in manifest.parameters}
-    return _of_this_save(layout(directory, parameters=names, files=manifest.files_in("")), directory, manifest)
-
-
-def open_shards(directory: Path, manifest: Manifest) -> dict[str, ShardReader]:
-    """A reader of each folder of hooks' shards (``ema``): of those with safetensors files that the save wrote."""
-    folders = {os.path.dirname(entry.path) for entry in manifest.files if entry.path.endswith(".safetensors")}
-    readers = {}
-    for folder in sorted(folders - {"", RNG_DIRECTORY}):
-        if folder.partition("/")[0] != FULL:
-            reader = SafetensorsReader(directory / folder, files=manifest.files_in(folder))
-            readers[folder] = _of_this_save(reader, directory / folder, manifest)
-    return readers
-
-
-def tensor_readers(directory: Path, manifest: Manifest) -> dict[tuple[str, str], Callable[[], Tensor]]:
-    """(kind, name) -> what reads the whole tensor: weights, moments, steps, buffers and averages."""
-    readers = (open_reader(directory, manifest), *open_shards(directory, manifest).values())
-    return {
-        (kind, name): partial(reader.read, kind, name, 0, reader.numel(kind, name))
-        for reader in readers
-        for kind in reader.kinds()
-        for name in reader.names(kind)
-    }
-
-
-def _of_this_save(reader: ShardReader, directory: Path, manifest: Manifest) -> ShardReader:
-    """``reader``. Raises ``CheckpointError`` naming a file that another save wrote: each rank looks at its share."""
-    for name in sorted(reader.stamps)[dist.rank() :: dist.world_size()]:
-        _check_stamp(directory / name, reader.stamps[name](), manifest)
-    return reader
-
-
-def _check_stamp(path: Path, stamp: str | None, manifest: Manifest) -> None:
+def check_stamp(path: Path, stamp: str | None, manifest: Manifest) -> None:
     if stamp and stamp != manifest.stamp:  # files of other trainers have none
         raise CheckpointError(
             f"{path} is of {stamp}, and {FILE_NAME} of {manifest.stamp}: files of two checkpoints were mixed",
@@ -341,26 +286,8 @@ def read_hook_states(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """``hooks.json`` of a checkpoint: name of a hook -> its state."""
     path = directory / HOOKS_FILE
     states: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    _check_stamp(path, states.pop(STAMP, None), manifest)
+    check_stamp(path, states.pop(STAMP, None), manifest)
     return states
-
-
-def restore_rng(directory: Path, manifest: Manifest) -> bool:
-    """Restore this rank's generators. False, on all ranks alike, where the checkpoint has another process count's."""
-    path = directory / RNG_DIRECTORY / rank_file()
-    if len(list(path.parent.glob("rank*.safetensors"))) != dist.world_size():
-        return False
-    with safe_open(path, framework="pt") as stream:
-        metadata = stream.metadata()
-        state: dict[str, Any] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    _check_stamp(path, metadata.get(STAMP), manifest)
-    set_rng_state(state | {"scalars": json.loads(metadata["scalars"])})
-    return True
-
-
-def rank_file() -> str:
-    """The name of this rank's file in a folder of a checkpoint."""
-    return f"rank{dist.rank():05d}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -395,4 +322,4 @@ class Lineage:
     def write(self, work_dir: Path) -> None:
         """Durable when it returns. The file is not made for an empty lineage."""
         if self.start or self.abandoned or self.skips or (work_dir / self.FILE).exists():
-            write_text_atomic(work_dir / self.FILE, json.dumps(dataclasses.asdict(self)) + "\n")
+            write_text_atomic(work_dir / self.FILE, json.dumps(asdict(self)) + "\n")

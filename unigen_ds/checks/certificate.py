@@ -26,6 +26,7 @@ from torch import Tensor
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import home_of
+from unigen_ds.checkpoint.layouts.safetensors import tensor_readers
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.hooks.evaluate.async_evaluate import AsyncEvaluateHook
@@ -303,9 +304,8 @@ def _equal(a: Any, b: Any) -> bool:
 def _contents(checkpoint: Path) -> dict[str, Callable[[], Any]]:
     """Name -> what reads it: tensors, states of hooks and of generators, the progress."""
     manifest = Manifest.read(checkpoint)
-    entries: dict[str, Callable[[], Any]] = {
-        "|".join(key): read for key, read in store.tensor_readers(checkpoint, manifest).items()
-    }
+    tensors = tensor_readers(checkpoint, manifest).items()
+    entries: dict[str, Callable[[], Any]] = {"|".join(key): read for key, read in tensors}
     for name, state in store.read_hook_states(checkpoint, manifest).items():
         entries[f"state of the hook {name}"] = partial(lambda state: state, state)
     for path in sorted((checkpoint / store.RNG_DIRECTORY).glob("*.safetensors")):

@@ -11,6 +11,8 @@ from typing import Any
 from unigen_ds.core.errors import CheckpointError
 
 Leaf = tuple[str | int, ...]
+STAMP = "unigen_ds_save"
+"""Key or kind of the text in each checkpoint file that names the save that wrote it (``Manifest.stamp``)."""
 
 
 def as_text(value: Any) -> Any:

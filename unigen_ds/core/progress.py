@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from unigen_ds.core.errors import ConfigError
 
@@ -141,3 +143,34 @@ class Ruler:
         if unit in ("sample", "token"):
             return Duration(value, unit)
         return Duration(self.to_sequences(Duration(value, unit).value, unit), "sequence")
+
+
+class Skip(NamedTuple):
+    """Global sequence numbers ``first .. stop - 1`` that a run leaves out. They count in its position as if used."""
+
+    first: int
+    stop: int
+    why: str = "by hand"
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.stop}"
+
+    @classmethod
+    def parse(cls, text: Any) -> Skip:
+        """``96:128``. Raises ``ConfigError``."""
+        first, _, stop = str(text).partition(":")
+        if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+            raise ConfigError(f"skip_sequences has {text!r}", allowed="A:B with A < B: sequences A .. B-1 of the run")
+        return cls(int(first), int(stop))
+
+
+def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
+    """Sort skips; those that overlap become one."""
+    disjoint: list[Skip] = []
+    for skip in sorted(set(skips)):
+        if disjoint and skip.first < disjoint[-1].stop:
+            last = disjoint.pop()
+            whys = [last.why] + [skip.why] * (skip.stop > last.stop and skip.why != last.why)
+            skip = Skip(last.first, max(last.stop, skip.stop), "; ".join(whys))
+        disjoint.append(skip)
+    return tuple(disjoint)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError
+from unigen_ds.core.json_values import STAMP as STAMP
 
 Shape = tuple[int, ...]
 _T = TypeVar("_T")
@@ -28,8 +29,6 @@ EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 """Kinds of state; every kind but the first five is an optimizer's own name for a moment. ``master``: every parameter,
 frozen ones too. ``step``: one element per parameter. ``loss_scale``: one entry, scale and number of good updates."""
 
-STAMP = "unigen_ds_save"
-"""Key or kind of the text in each checkpoint file that names the save that wrote it (``Manifest.stamp``)."""
 OPTIMIZER_FILE = "optimizer.safetensors"
 """File of the layout ``safetensors`` with all state of the engine but the weights."""
 

@@ -33,10 +33,9 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import Form
 from unigen_ds.core.batch import Batch
-from unigen_ds.core.progress import Geometry, Progress, Ruler
+from unigen_ds.core.progress import Geometry, Progress, Ruler, Skip
 from unigen_ds.core.shards import Shard, ShardReader
 from unigen_ds.data.datasets.dataset import PlannedDataset
-from unigen_ds.data.order.order import Skip
 from unigen_ds.evaluation.scoring import Validation
 from unigen_ds.system.clock import Clock
 

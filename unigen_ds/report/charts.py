@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unigen_ds.report.document import group_digits, number_text
 
@@ -23,20 +24,20 @@ _LOG_RATIO = 30.0
 _LONG = 80
 """Values from which on a curve is drawn as its moving average, too."""
 _LABEL_DISTANCE = 3.0  # percent of the width
-Points = Sequence[tuple[float, float]]
+Points = NDArray[np.float64]
+"""A row (x, y) for each point, in the order of x."""
+NO_POINTS: Points = np.empty((0, 2))
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve. ``points`` are (x, y), ordered by x."""
+    """A curve."""
 
     name: str
     points: Points
     colour: int = 0
     style: str = ""
-    """``faint`` for work that does not count, ``dots`` for few values."""
-    scale: bool = True
-    """Whether it takes part in the choice of the axes."""
+    """``faint`` for work that does not count, and does not choose the axes; ``dots`` for few values."""
     smooth: bool = True
     """Whether a long curve is drawn smoothed, over its values."""
 
@@ -67,15 +68,16 @@ def chart(
 ) -> dict[str, Any] | None:
     """What the macro ``chart`` of the template draws; None where no series has a point. Shapes are in units of the SVG,
     labels at percent of its width or height. ``log``: the scale of y, for values above 0; None chooses it."""
-    curves = [one for one in series if one.points]
+    curves = [one for one in series if len(one.points)]
     if not curves:
         return None
-    scale_values = [y for one in ([s for s in curves if s.scale] or curves) for _, y in one.points]
-    log = min(scale_values) > 0 and (max(scale_values) / min(scale_values) > _LOG_RATIO if log is None else log)
-    low, high, y_ticks = _log_axis(scale_values) if log else _axis(scale_values)
-    xs = [x for one in curves for x, _ in one.points]
-    margin = 0.5 if min(xs) == max(xs) else 0.0
-    left, right = min(xs) - margin, max(xs) + margin
+    ys = np.concatenate([one.points[:, 1] for one in ([s for s in curves if s.style != "faint"] or curves)])
+    low, high = float(ys.min()), float(ys.max())
+    log = low > 0 and (high / low > _LOG_RATIO if log is None else log)
+    low, high, y_ticks = _log_axis(low, high) if log else _axis(low, high)
+    left, right = (float(end([one.points[at, 0] for one in curves])) for end, at in ((min, 0), (max, -1)))
+    if left == right:
+        left, right = left - 0.5, right + 0.5
 
     def across(x: float) -> float:
         return (x - left) / (right - left) * WIDTH
@@ -86,7 +88,7 @@ def chart(
         return (1 - min(1.05, max(-0.05, share))) * HEIGHT
 
     def path(points: Points) -> str:
-        ends = [f"{across(x):.1f} {down(y):.1f}" for x, y in reduce_points(points)]
+        ends = [f"{across(x):.1f} {down(y):.1f}" for x, y in reduce_points(points).tolist()]
         return "M" + "L".join(ends) + ("h0" if len(ends) == 1 else "")
 
     paths: list[tuple[str, str]] = []
@@ -97,8 +99,7 @@ def chart(
             paths += [(path(one.points), f"{one.css} raw"), (path(moving_average(one.points)), css)]
         else:
             paths.append((path(one.points), css))
-    flags: list[tuple[str, Mark]] = []
-    before = -math.inf
+    flags, before = list[tuple[str, Mark]](), -math.inf
     for mark in marks:  # a label that would cover the one before it is left out; its line is drawn
         at = 100 * across(mark.x) / WIDTH
         if 0 <= at <= 100 and at - before >= _LABEL_DISTANCE:
@@ -108,7 +109,7 @@ def chart(
     x_ticks = [i * step for i in range(math.ceil(left / step), math.floor(right / step + 1e-9) + 1)]
     values = [
         {"n": one.name, "c": one.colour % NUM_COLOURS,
-         "p": [[float(f"{value:.6g}") for value in point] for point in reduce_points(one.points)]}
+         "p": [[float(f"{value:.6g}") for value in point] for point in reduce_points(one.points).tolist()]}
         for one in curves if one.style != "faint"
     ]  # fmt: skip
     most = max(len(one.points) for one in curves)
@@ -134,14 +135,12 @@ def chart(
     }
 
 
-def moving_average(points: Points) -> list[tuple[float, float]]:
+def moving_average(points: Points) -> Points:
     """The mean of a window of a fortieth of the values, centred; shorter at both ends."""
-    number, half = len(points), max(1, len(points) // 80)
-    sums = np.cumsum([0.0, *(y for _, y in points)])
-    reach = np.minimum(half, np.minimum(np.arange(number), np.arange(number)[::-1]))
-    at = np.arange(number)
+    at, sums = np.arange(len(points)), np.cumsum(np.append(0.0, points[:, 1]))
+    reach = np.minimum(max(1, len(points) // 80), np.minimum(at, at[::-1]))
     means = (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
-    return [(x, mean) for (x, _), mean in zip(points, means.tolist(), strict=True)]
+    return np.stack((points[:, 0], means), axis=1)
 
 
 def reduce_points(points: Points) -> Points:
@@ -149,15 +148,15 @@ def reduce_points(points: Points) -> Points:
     if len(points) <= MOST_POINTS:
         return points
     size = len(points) / (MOST_POINTS // 2)
-    extremes = [points[0]]
+    rows = [0]
     for i in range(MOST_POINTS // 2):
-        part = points[int(i * size) : int((i + 1) * size)]
-        extremes += sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
-    return [*extremes, points[-1]]
+        first, stop = int(i * size), int((i + 1) * size)
+        part = points[first:stop, 1]
+        rows += sorted({first + int(part.argmin()), first + int(part.argmax())})
+    return points[[*rows, -1]]
 
 
-def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    low, high = min(values), max(values)
+def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
     if low == high:
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     if 0 < low < 0.4 * high:
@@ -167,8 +166,8 @@ def _axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
     return ticks[0], ticks[-1], ticks
 
 
-def _log_axis(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    low, high = min(values) / 1.1, max(values) * 1.1
+def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    low, high = low / 1.1, high * 1.1
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     ticks = [10.0**e for e in exponents if low <= 10.0**e <= high]
     if len(ticks) < 3:

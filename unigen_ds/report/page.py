@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unigen_ds.checkpoint.home import is_locked
 from unigen_ds.checkpoint.store import Candidate
-from unigen_ds.report.charts import Mark, Series, chart
+from unigen_ds.report.charts import NO_POINTS, Mark, Points, Series, chart
 from unigen_ds.report.document import (
     TableCell,
     data_uri,
@@ -119,10 +121,15 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     }
 
 
-def points(lines: Iterable[Line], key: str) -> list[tuple[float, float]]:
-    """(update, value) of every line that has finite numbers."""
-    pairs = ((finite(line.get("update")), finite(line.get(key))) for line in lines)
-    return [(at, value) for at, value in pairs if at is not None and value is not None]
+def points_by_key(lines: Sequence[Line], keys: Iterable[str]) -> dict[str, Points]:
+    """(update, value) of every line that has a finite number, by key: in the order of their first ones."""
+    updates = np.array([line["update"] for line in lines], dtype=float)
+    points: dict[str, Points] = {}
+    for key in keys:
+        values = np.array([finite(line.get(key)) for line in lines], dtype=float)
+        if (rows := ~np.isnan(values)).any():
+            points[key] = np.stack((updates, values), axis=1)[rows]
+    return dict(sorted(points.items(), key=lambda pair: float(pair[1][0, 0])))
 
 
 def marks_of(run: WorkDir) -> list[Mark]:
@@ -146,34 +153,35 @@ def marks_of(run: WorkDir) -> list[Mark]:
 def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The charts of the training: the main ones, and all others."""
     lines, marks = run.updates, marks_of(run)
-    keys = [*dict.fromkeys(key for line in lines for key in line if finite(line[key]) is not None)]
-    terms = [key for key in keys if key.startswith("loss/")]
-    rates = [key for key in keys if key == "lr" or key.startswith("lr/")]
+    curve_of = points_by_key(lines, dict.fromkeys(key for line in lines for key in line))
+    terms = [key for key in curve_of if key.startswith("loss/")]
+    rates = [key for key in curve_of if key == "lr" or key.startswith("lr/")]
 
     def figure(title: str, names: Sequence[str], *, unit: str = "", log: bool | None = None) -> dict[str, Any] | None:
         several = [
-            Series(name.partition("/")[2] or name, points(lines, name), i, smooth=name not in rates)
+            Series(name.partition("/")[2] or name, curve_of.get(name, NO_POINTS), i, smooth=name not in rates)
             for i, name in enumerate(names)
         ]
         return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
 
-    void = [
-        Series(f"made void by a resume{f' ({i})' * (len(run.void_lines) > 1)}", points(part, "loss"), style="faint",
-               scale=False)
+    losses = [Series("loss", curve_of.get("loss", NO_POINTS))]
+    losses += [
+        Series(f"made void by a resume{f' ({i})' * (len(run.void_lines) > 1)}", points, style="faint")
         for i, part in enumerate(run.void_lines, start=1)
-    ]  # fmt: skip
+        for points in points_by_key(part, ["loss"]).values()
+    ]
     main = [
-        chart("Loss", [Series("loss", points(lines, "loss")), *void], x_label="update", marks=marks, compact=False),
+        chart("Loss", losses, x_label="update", marks=marks, compact=False),
         figure("Loss by term", terms),
         figure("Learning rate", rates, log=False),
         figure("Gradient norm", ["grad_norm"]),
         figure("Tokens per second", ["tokens_per_second"], unit="all processes"),
         figure("Time of an update", ["time/update", "time/data"], unit="seconds"),
-        figure("Memory", [key for key in keys if key.startswith("memory")], unit="MiB"),
+        figure("Memory", [key for key in curve_of if key.startswith("memory")], unit="MiB"),
     ]
     elsewhere = {*terms, *rates, *_MAIN, *POSITION, "applied"}
     rest: dict[str, list[str]] = {}
-    for key in keys:
+    for key in curve_of:
         if key not in elsewhere and not key.startswith("val/"):
             rest.setdefault(key.partition("/")[0], []).append(key)
     more = [figure(name.replace("_", " "), group) for name, group in rest.items()]
@@ -194,8 +202,8 @@ def validation_curves(run: WorkDir) -> list[dict[str, Any]]:
     figures = []
     for group, series in groups.items():
         all_series = [
-            Series("all" if key == group else key.removeprefix(f"{group}/"), sorted(values.items()), i, "dots")
-            for i, (key, values) in enumerate(series.items())
+            Series("all" if key == group else key.removeprefix(f"{group}/"), np.array(sorted(one.items())), i, "dots")
+            for i, (key, one) in enumerate(series.items())
         ]
         if any(len(one.points) > 1 for one in all_series):
             figures.append(chart(group, all_series, x_label="update", marks=marks_of(run)))
@@ -204,10 +212,8 @@ def validation_curves(run: WorkDir) -> list[dict[str, Any]]:
 
 def previews_of(run: WorkDir, *, budget: int) -> tuple[list[tuple[str, str]], str]:
     """(title, data URI) of the last pictures of the work dir, of at most ``budget`` bytes; and a note about others."""
-    others = [(None, file) for file in sorted(run.path.glob("*.png"))]
-    pictures: list[tuple[int | None, Path]] = [*run.previews, *others]
-    figures: list[tuple[str, str]] = []
-    missing = 0
+    pictures = [*run.previews, *((None, file) for file in sorted(run.path.glob("*.png")))]
+    figures, missing = list[tuple[str, str]](), 0
     for number_read, (update, file) in enumerate(reversed(pictures)):
         content = attempt(file.name, file.read_bytes, b"", run.problems)
         budget -= len(content)

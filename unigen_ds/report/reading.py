@@ -13,14 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import LINK, home_of
 from unigen_ds.checkpoint.manifest import FILE_NAME as MANIFEST
-from unigen_ds.checkpoint.saver import CONFIG_FILE
-from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.json_values import dotted_name, leaves
 from unigen_ds.evaluation.jobs.evaluation_job import RESULT, numbers_of, read_result
@@ -29,7 +28,7 @@ from unigen_ds.system.journals import LEDGER_FILE, METRICS_FILE, SKIPPED_FILE, T
 BEST_HINT, LOG_FILE, PREVIEWS, RESULTS = "best_checkpoint", "train.log", "previews", "eval_results"
 SCORES = "evaluations"
 """Folder of ``EvaluateHook``'s metrics; its lines in ``metrics.jsonl`` have the same values without provenance."""
-_OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, CONFIG_FILE, SCORES, RESULTS)
+_OF_A_RUN = (METRICS_FILE, TIMELINE_FILE, LEDGER_FILE, LOG_FILE, store.CONFIG_FILE, SCORES, RESULTS)
 _PARTS = ("geometry", "topology", "machine", "git", "versions", "config")
 POSITION = {"update", "iteration", "epoch", "sequences", "samples", "tokens", "updates"}
 _SECRET = re.compile(r"(?i)(api_?key|password|passwd|secret|access_token)$")
@@ -53,7 +52,7 @@ class RunStart:
     lines: Sequence[Line]
     """The lines of ``metrics.jsonl`` and ``ledger.jsonl`` that this start wrote, void ones too."""
 
-    @property
+    @cached_property
     def end_update(self) -> int:
         """The last update that any file has. A late result belongs to an earlier update than its line."""
         own = [line for line in (*self.times, *self.lines) if line.get("event") in (None, "time", "end")]
@@ -89,7 +88,7 @@ class WorkDir:
     """Lines that a resume made void, by the start that wrote them."""
     evaluations: Sequence[EvaluationResult]
     checkpoints: Sequence[store.Candidate]
-    lineage: Lineage
+    lineage: store.Lineage
     best: str | None
     """Name of the best checkpoint."""
     skips: Sequence[Line]
@@ -149,12 +148,12 @@ def read_work_dir(path: Path) -> WorkDir:
         void_lines=[updates for lines in void if (updates := lines_of_updates(lines))],
         evaluations=evaluations(path, valid, problems),
         checkpoints=checkpoints,
-        lineage=attempt("lineage.json", lambda: Lineage.read(home), Lineage(), problems),
+        lineage=attempt("lineage.json", lambda: store.Lineage.read(home), store.Lineage(), problems),
         best=best and Path(best.strip()).name,
         skips=in_effect(_journal(path / SKIPPED_FILE, problems)) if (path / SKIPPED_FILE).exists() else [],
         previews=sorted(previews, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name)),
         config=mask_secrets(config),
-        config_text=_text(path / CONFIG_FILE, problems),
+        config_text=_text(path / store.CONFIG_FILE, problems),
         problems=problems,
     )
 
@@ -183,8 +182,7 @@ def mask_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _journal(path: Path, problems: Problems) -> list[Line]:
-    nothing: tuple[list[Line], int] = ([], 0)
-    records, num_damaged = attempt(path.name, lambda: parse_lines(path), nothing, problems)
+    records, num_damaged = attempt(path.name, lambda: parse_lines(path), (list[Line](), 0), problems)
     lines = [
         one for one in records if is_count(one.get("updates") if one.get("event") == "resume" else one.get("update", 0))
     ]
@@ -195,11 +193,9 @@ def _journal(path: Path, problems: Problems) -> list[Line]:
     return lines
 
 
-def finite(value: object) -> float | None:
+def finite(value: Any) -> float | None:
     """Return a finite number as float, and None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
-        return None
-    return float(value)
+    return float(value) if type(value) in (int, float) and -1e300 < value < 1e300 else None
 
 
 def lines_of_updates(lines: Iterable[Line]) -> list[Line]:
@@ -268,10 +264,9 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
     of_files: list[EvaluationResult] = []
     for file in (*sorted((path / RESULTS).rglob("*.json")), *scores, *path.glob("results.json")):
         name = str(file.relative_to(path))
-        text = _text(file, problems, name=name)
-        if text is None:
+        if (text := _text(file, problems, name=name)) is None:
             continue
-        update = re.search(r"(\d{1,18})\.json$", file.name)
+        update = int(match[1]) if (match := re.search(r"(\d{1,18})\.json$", file.name)) else None
         of_process = prefix is not None and file.is_relative_to(path / RESULTS) and RESULT.fullmatch(file.name)
         try:
             content = json.loads(text)
@@ -293,18 +288,16 @@ def evaluations(path: Path, lines: Iterable[Line], problems: Problems) -> list[E
                 if math.isfinite(n) and key not in POSITION
             }
             if own:
-                of_files.append(
-                    EvaluationResult(int(update[1]) if update else None, own, _mapping(part, "provenance"), origin)
-                )
+                of_files.append(EvaluationResult(update, own, _mapping(part, "provenance"), origin))
     file_keys = {(one.update, key) for one in of_files for key in one.values}
     of_lines = []
     for line in lines:
         event = line.get("event")
-        candidates = {key: finite(line[key]) for key in line if event is not None or key.startswith("val/")}
         own = {
             key: n
-            for key, n in candidates.items()
-            if n is not None and key not in POSITION and (line["update"], key) not in file_keys
+            for key in line
+            if (event is not None or key.startswith("val/")) and key not in POSITION
+            if (n := finite(line[key])) is not None and (line["update"], key) not in file_keys
         }
         if own:
             origin = METRICS_FILE if event is None else f"{METRICS_FILE}, {event}"

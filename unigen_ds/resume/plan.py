@@ -21,7 +21,7 @@ from unigen_ds.checkpoint.partial import LoadSettings
 from unigen_ds.config.hub import folder_of
 from unigen_ds.core.choices import AUTO
 from unigen_ds.core.errors import CheckpointError, ConfigError
-from unigen_ds.data.order.order import Skip, merged_skips
+from unigen_ds.core.progress import Skip, merged_skips
 from unigen_ds.system.files import check_digests, read_line
 from unigen_ds.system.journals import METRICS_FILE, last_update
 from unigen_ds.system.log import notice

@@ -24,6 +24,7 @@ from tests.end_to_end.engines.jobs.cases import Job
 from tests.end_to_end.engines.jobs.groups import jobs_of
 from tests.support import full_disk
 from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.layouts.safetensors import tensor_readers
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.shards import EMA
 from unigen_ds.system.journals import read_lines
@@ -76,7 +77,7 @@ class Outcome:
 
 
 def tensors(checkpoint: Path) -> Tensors:
-    return {key: read().clone() for key, read in store.tensor_readers(checkpoint, Manifest.read(checkpoint)).items()}
+    return {key: read().clone() for key, read in tensor_readers(checkpoint, Manifest.read(checkpoint)).items()}
 
 
 class LaunchedRuns:

@@ -22,8 +22,8 @@ from tools.generate import main as generate
 from tools.train import main as train_tool
 from tools.zero_to_fp32 import main as zero_to_fp32
 from unigen_ds.checkpoint.convert import read_source
+from unigen_ds.checkpoint.layouts.safetensors import open_reader
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.store import open_reader
 from unigen_ds.config.registry import REGISTRIES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_model

@@ -22,8 +22,8 @@ from tools.evaluate import main as evaluate
 from tools.export import main as export
 from tools.generate import main as generate
 from tools.zero_to_fp32 import main as merge
+from unigen_ds.checkpoint.layouts.safetensors import open_reader
 from unigen_ds.checkpoint.manifest import Manifest
-from unigen_ds.checkpoint.store import open_reader
 from unigen_ds.config.hub import HubRepo
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.runner import Runner

@@ -1,4 +1,4 @@
-"""Files of each engine's layout -> a ``ShardReader``. ``store.open_reader`` picks it in the registry ``LAYOUTS`` by the
+"""Files of each engine's layout -> a ``ShardReader``. ``open_reader`` picks it in the registry ``LAYOUTS`` by the
 manifest's name for it. A user's own layout registers a class with the constructor of the readers here, under the name
 that its backend passes to ``StateFiles``.
 """

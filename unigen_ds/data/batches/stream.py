@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
+from unigen_ds.core.progress import Skip, merged_skips
 from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
 from unigen_ds.data.datasets.streamed_units import ShardWalk, StreamedSource, fit_source
 from unigen_ds.data.datasets.subset import division_of, filtering_of, whole_of
-from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder, Skip, merged_skips
+from unigen_ds.data.order.order import Cursor, Draw, GlobalOrder
 from unigen_ds.data.order.packing import Packer
 from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed

@@ -11,7 +11,7 @@ is where a run is in the order of its data, as a checkpoint keeps it (``stream.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from unigen_ds.core.errors import CheckpointError, ConfigError
+from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.data.order.mixture import Mixture, exact
 from unigen_ds.system.seeding import derive_seed
@@ -258,34 +258,3 @@ class Cursor(_State):
     """``Mixture.state`` at its window or row: only of weights with a period of more than 1,024 draws."""
     blocks: tuple[int, ...] = field(default=(), repr=False)
     """Where the block of each streamed source's next draw begins, at the window or row: ``ShardWalk.state``."""
-
-
-class Skip(NamedTuple):
-    """Global sequence numbers ``first .. stop - 1`` that a run leaves out. They count in its position as if used."""
-
-    first: int
-    stop: int
-    why: str = "by hand"
-
-    def __str__(self) -> str:
-        return f"{self.first}:{self.stop}"
-
-    @classmethod
-    def parse(cls, text: Any) -> Skip:
-        """``96:128``. Raises ``ConfigError``."""
-        first, _, stop = str(text).partition(":")
-        if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
-            raise ConfigError(f"skip_sequences has {text!r}", allowed="A:B with A < B: sequences A .. B-1 of the run")
-        return cls(int(first), int(stop))
-
-
-def merged_skips(skips: Iterable[Skip]) -> tuple[Skip, ...]:
-    """Sort skips; those that overlap become one."""
-    disjoint: list[Skip] = []
-    for skip in sorted(set(skips)):
-        if disjoint and skip.first < disjoint[-1].stop:
-            last = disjoint.pop()
-            whys = [last.why] + [skip.why] * (skip.stop > last.stop and skip.why != last.why)
-            skip = Skip(last.first, max(last.stop, skip.stop), "; ".join(whys))
-        disjoint.append(skip)
-    return tuple(disjoint)

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt
 from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import TrainingError
-from unigen_ds.data.order.order import Skip
+from unigen_ds.core.progress import Skip
 from unigen_ds.hooks.base import GoBack, Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import losses_of_updates
 from unigen_ds.system import dist

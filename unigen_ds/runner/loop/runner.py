@@ -20,11 +20,11 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.python_text import config_text
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.progress import Progress
+from unigen_ds.core.progress import Progress, Skip
 from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import list_left_out
 from unigen_ds.data.batches.stream import PackedRow
-from unigen_ds.data.order.order import Cursor, Skip
+from unigen_ds.data.order.order import Cursor
 from unigen_ds.hooks.base import PRIORITY, GoBack, Hook, Iteration, Run, UpdateResult
 from unigen_ds.hooks.guard.signals import SIGNAL_REASON
 from unigen_ds.hooks.log.journal import SkippedSamplesHook
@@ -136,7 +136,7 @@ class Runner(Run):
             checkpoint = restore(self._parts, self.hooks, home=self.checkpoint_dir)
             if checkpoint is not None:
                 self._call("after_load_checkpoint", checkpoint)
-            dist.on_main(lambda: write_text_atomic(self.work_dir / saver.CONFIG_FILE, self._config_text))
+            dist.on_main(lambda: write_text_atomic(self.work_dir / store.CONFIG_FILE, self._config_text))
             dist.on_main(lambda: list_left_out(self._parts.start.data.parts, self.work_dir))
             self._call("before_train")
             check_states(self.hooks)

@@ -19,8 +19,8 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.home import home_of, run_of
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
+from unigen_ds.core.progress import Skip
 from unigen_ds.data.batches.loader import MicroBatch, collate
-from unigen_ds.data.order.order import Skip
 from unigen_ds.report.data_page import write_data_page
 from unigen_ds.runner.open.trained import import_stored, open_model
 from unigen_ds.runner.settings.tree import Settings

@@ -30,9 +30,8 @@ from unigen_ds.config.values import Number, Time
 from unigen_ds.core.batch import DEFAULT_WEIGHT
 from unigen_ds.core.errors import ConfigError, raise_any
 from unigen_ds.core.json_values import dotted_name, leaves
-from unigen_ds.core.progress import Duration, Ruler
+from unigen_ds.core.progress import Duration, Ruler, Skip
 from unigen_ds.data.order import packing as _packing  # noqa: F401
-from unigen_ds.data.order.order import Skip
 from unigen_ds.data.settings import Tokenizer, TrainDataloader, ValDataloader
 from unigen_ds.data.text import tokenizers as _tokenizers  # noqa: F401
 from unigen_ds.evaluation import metrics as _metrics  # noqa: F401

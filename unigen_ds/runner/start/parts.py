@@ -23,6 +23,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.backends.memory import on_meta
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import read_foreign
+from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, restore_rng
 from unigen_ds.checkpoint.manifest import current_versions
 from unigen_ds.checkpoint.partial import DIFFERENCES, REPORT_FILE, FittedReader, fit
 from unigen_ds.core.errors import ConfigError
@@ -299,7 +300,7 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
     if checkpoint is None:
         return None
     if parts.plan.manifest is not None:
-        reader: ShardReader = store.open_reader(checkpoint, parts.plan.manifest)
+        reader: ShardReader = open_reader(checkpoint, parts.plan.manifest)
         table, stored_config = parts.plan.manifest.parameters, parts.plan.manifest.config
     else:
         foreign = read_foreign(checkpoint)
@@ -309,14 +310,14 @@ def restore(parts: Parts, hooks: Sequence[Hook], *, home: Path) -> dict[str, Any
         return None
     refuse(model_findings(manifest, parameters=parts.parameters, config=parts.plain_config))
     parts.backend.load_tensors(reader, keep=parts.backend.left_out)
-    states, readers = store.read_hook_states(checkpoint, manifest), store.open_shards(checkpoint, manifest)
+    states, readers = store.read_hook_states(checkpoint, manifest), open_shards(checkpoint, manifest)
     for hook in hooks:
         if hook.name in states:
             hook.load_state_dict(states[hook.name])
         hook.load_shards(readers)
     if names := sorted(set(states) - {hook.name for hook in hooks}):
         logger().warning("State of hooks that this config does not have is dropped: %s.", ", ".join(names))
-    if not store.restore_rng(checkpoint, manifest):
+    if not restore_rng(checkpoint, manifest):
         seed = derive_seed(parts.settings.seed, "resume", manifest.progress.updates)
         seed_everything(seed, rank=dist.rank())
         logger().warning("The checkpoint is of another number of processes: network dropout is seeded anew.")
