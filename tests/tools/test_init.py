@@ -140,7 +140,7 @@ def test_random_weights_get_more_and_smaller_updates_and_a_larger_rate(
 ) -> None:
     """They are recognised by their norms, which are as they were made."""
     write_jsonl(tmp_path / "many.jsonl", CHATS * 40)
-    for model, of_update, num_epochs, rate in (("random", 1, 10, 3e-3), ("qwen3", 4, 3, 1e-3)):
+    for model, of_update, num_epochs, rate in (("random", 1, 10, 2e-3), ("qwen3", 4, 3, 1e-3)):
         assert init(model, str(tmp_path / "many.jsonl"), tmp_path / "my.py", "--force") == 0
         config, output = load_config(tmp_path / "my.py"), capsys.readouterr().out
         assert ("weights are random" in output) == (model == "random")
@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     "images for a model of texts": ("qwen3", "asked/asked.jsonl", (), "40 of 40 records of .* have an image.*CausalLM"),
     "drawing by a model that reads": ("llava", "pictures", ("--task", "draw"), "40 of 40 .* cannot draw.*BAGEL"),
     "another task": ("qwen3", "chats.jsonl", ("--task", "edit"), "no record of it, of 42.*Allowed: 42 chat"),
-    "no layout": ("qwen3", "pairs.jsonl", (), "the record has: query, reply.*data_registry.json"),
+    "no layout": ("qwen3", "pairs.jsonl", (), "the keys of the record: query, reply.*data_registry.json"),
     "no epoch": ("qwen3", "chats.jsonl", ("--epochs", "0"), "--epochs 0.*a number above 0"),
 }  # fmt: skip
 

@@ -78,7 +78,9 @@ def test_left_out_by_choice_and_exact_over_a_resume(tmp_path: Path, capsys: pyte
     assert [(line["index"], line["id"], line["sample"]) for line in entries] == [
         (3, "r3", "train:3"), (30, 30, "train:30"), (31, None, "train:31"), (77, None, "train:77"),
     ]  # fmt: skip
-    assert all(line["file"] == str(tmp_path / "train.jsonl") and ":4: conv" in entries[0]["reason"] for line in entries)
+    assert all(
+        line["file"] == str(tmp_path / "train.jsonl") and ":4: no layout" in entries[0]["reason"] for line in entries
+    )
     log = (tmp_path / "run" / "train.log").read_text(encoding="utf-8")
     assert "WARNING Data, train: on_record_error='skip' leaves out 4 of 100 records (4.0%): see left_out.jsonl." in log
     assert inspect_data.main([str(tmp_path / "run" / "config.py"), "--sequences", "0:96"]) == 0

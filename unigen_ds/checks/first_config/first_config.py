@@ -47,7 +47,7 @@ _ADAPTED = (r"(language_model|text_model)\..*_proj(_moe_gen)?$", r"_proj$", r"."
 _VISION = ("vision_tower", "vision_model", "visual", "vision_encoder")
 """Parts of a model of transformers that its recipe freezes: the first that there is."""
 _LORA_RATE = 1e-4
-_NEW_RATE, _NEW_SIZE, _MOST_RATE = 6e-4, 90e6, 3e-3
+_NEW_RATE, _NEW_SIZE, _MOST_RATE = 6e-4, 90e6, 2e-3
 """The learning rate of new weights of so many parameters, and the largest."""
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
 """Of the records for validation: the first that has 100 records, or a twentieth of all, but 4."""
@@ -264,7 +264,10 @@ def _decide_optimizer(
     optimizer, own = base["optim_wrapper"]["optimizer"], (_LORA_RATE, "of adapters; --lr")
     if "lora" not in config.values and config.model.is_new:
         rate = min(_NEW_RATE * (_NEW_SIZE / size) ** 0.5, _MOST_RATE)
-        own = float(f"{rate:.0e}"), "of random weights, by their number; a third with learned positions (GPT-2); --lr"
+        own = (
+            float(f"{rate:.0e}"),
+            "of random weights, by their number; half of it with learned positions (GPT-2); --lr",
+        )
     elif "lora" not in config.values:
         rate = optimizer["lr"] * min(max((recipe_size / size) ** 0.5, 1), 100)
         own = float(f"{rate:.0e}"), "by the number of parameters; --lr"
