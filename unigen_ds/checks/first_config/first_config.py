@@ -209,7 +209,7 @@ def _decide_data(
         why += "; --epochs"
     of_device = 2 ** int(math.log2(max(min(sequences * epochs / least_updates, _MOST_IN_UPDATE) / world, 1)))
     updates = math.ceil(sequences * epochs / (of_device * world))
-    interval, warmup = _round_number(updates / 10), round(0.03 * updates)
+    interval, warmup = _round_number(updates / 10), round((0.1 if is_new else 0.03) * updates)
     curve = {"type": "CosineAnnealingLR", "eta_min_ratio": 0.1, "unit": "update", "begin": warmup}
     rise = {"type": "LinearLR", "start_factor": 0.1, "unit": "update", "begin": 0, "end": warmup}
     values["param_scheduler"] = [rise, curve] if warmup > 1 else {**curve, "begin": 0}
