@@ -26,10 +26,6 @@ def structures(run: Outcome) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(run.folder.glob("structure_*.json"))]
 
 
-def num_bytes(structure: dict[str, Any]) -> int:
-    return sum(4 * (stop - start) for start, stop in structure["pieces"].values())
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_every_block_of_the_model_is_a_unit(name):
     for structure in structures(runs().outcome(name)):
@@ -44,7 +40,8 @@ def test_the_summary_lists_the_units_and_the_bytes_of_every_rank(name):
     by_rank: dict[int, int] = {}
     for first, last, number in re.findall(r"ranks? (\d+)(?:-(\d+))?: ([\d,]+) \(", text):
         by_rank |= dict.fromkeys(range(int(first), int(last or first) + 1), int(number.replace(",", "")))
-    assert by_rank == {rank: num_bytes(structure) for rank, structure in enumerate(structures(run))}
+    pieces = [structure["pieces"].values() for structure in structures(run)]
+    assert by_rank == {rank: sum(4 * (stop - start) for start, stop in own) for rank, own in enumerate(pieces)}
     (units,) = re.findall(r"Sharding units \((.*)\.$", log, re.MULTILINE)
     number, _, names = units.partition("): ")
     assert int(number) == len(JOBS[name]) + 1
