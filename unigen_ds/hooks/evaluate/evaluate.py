@@ -210,8 +210,10 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
 
 def set_aside(folder: Path, *, after: int) -> None:
     """Move the files ``<update>.*`` of updates that the run has gone back from to ``abandoned``, on rank 0."""
+    if not dist.is_main():
+        return
     later = [path for path in folder.glob("*.*") if path.stem.isdigit() and int(path.stem) > after]
-    if not later or not dist.is_main():
+    if not later:
         return
     try:
         (folder / "abandoned").mkdir(exist_ok=True)
