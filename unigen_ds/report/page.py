@@ -123,11 +123,11 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
 
 def points_by_key(lines: Sequence[Line], keys: Iterable[str]) -> dict[str, Points]:
     """(update, value) of every line that has a finite number, by key: in the order of their first ones."""
-    updates = np.array([line["update"] for line in lines], dtype=float)
+    updates = np.array([finite(line.get("update")) for line in lines], dtype=float)
     points: dict[str, Points] = {}
     for key in keys:
         values = np.array([finite(line.get(key)) for line in lines], dtype=float)
-        if (rows := ~np.isnan(values)).any():
+        if (rows := ~np.isnan(values + updates)).any():
             points[key] = np.stack((updates, values), axis=1)[rows]
     return dict(sorted(points.items(), key=lambda pair: float(pair[1][0, 0])))
 

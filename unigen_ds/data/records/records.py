@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -323,7 +324,8 @@ def _question_turns(values: Values) -> list[Turn]:
 def _answer_turns(values: Values) -> list[Turn]:
     turns = [Turn("user", "image", image) for image in values.images(_image_key(values.record))]
     question, answer = (values.record[key] for key in _ANSWER)
-    answer = str(answer) if isinstance(answer, (int, float)) else answer  # a table has numbers
+    if isinstance(answer, (int, float)) and math.isfinite(answer):  # a table has numbers, and NaN where it has none
+        answer = str(answer)
     texts = values.text(question, "question"), values.text(answer, "answer")
     return [*turns, Turn("user", "text", texts[0]), Turn("assistant", "text", texts[1])]
 
