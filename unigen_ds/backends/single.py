@@ -13,7 +13,8 @@ from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.shards import OPTIMIZER_FILE, STAMP, Shard, shard_key
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.shards import OPTIMIZER_FILE, Shard, shard_key
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, ParamGroup
 from unigen_ds.system.dist import env_world_size
 from unigen_ds.system.outputs import Entry, StateFiles, safetensors_output

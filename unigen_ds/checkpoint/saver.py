@@ -37,7 +37,8 @@ from unigen_ds.checkpoint.foreign import stored_dtype
 from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, rank_file
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
-from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, STAMP, Shard, ShardReader, shard_key
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, Shard, ShardReader, shard_key
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place, write_text_atomic
 from unigen_ds.system.log import logger

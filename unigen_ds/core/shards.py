@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.json_values import STAMP as STAMP
 
 Shape = tuple[int, ...]
 _T = TypeVar("_T")

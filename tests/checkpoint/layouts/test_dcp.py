@@ -14,7 +14,7 @@ from tests.end_to_end.engines.launch import Outcome, want
 from unigen_ds.checkpoint.layouts.dcp import DCPReader
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import STAMP
+from unigen_ds.core.json_values import STAMP
 
 runs = want("layouts")
 pytestmark = pytest.mark.timeout(3600)

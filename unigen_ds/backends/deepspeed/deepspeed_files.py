@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unigen_ds.core.shards import STAMP
+from unigen_ds.core.json_values import STAMP
 from unigen_ds.system.outputs import Output, nested_bytes
 
 _BY_NAME = ("module", "buffer_names", "frozen_param_shapes", "frozen_param_fragments")

@@ -31,7 +31,8 @@ from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part, whole
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.errors import ConfigError, suggestion
-from unigen_ds.core.shards import BUFFER, MASTER, STAMP, STEP, Shard
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.shards import BUFFER, MASTER, STEP, Shard
 from unigen_ds.optim.optimizer import COMPUTE_DTYPE, JoinedOptimizer, ParamGroup
 from unigen_ds.system import dist
 from unigen_ds.system.outputs import HashedFile, Output, StateFiles, bytes_output

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS, Inert
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import MASTER, STAMP, Fetch, ShardReader
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.shards import MASTER, Fetch, ShardReader
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from unigen_ds.checkpoint.layouts.torch_file import load_file, shared_names
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STAMP, STEP, ShardReader, slices_of
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.shards import BUFFER, LOSS_SCALE, MASTER, STEP, ShardReader, slices_of
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt$")

@@ -21,7 +21,8 @@ from unigen_ds.checkpoint.manifest import FULL, Manifest
 from unigen_ds.checkpoint.store import RNG_DIRECTORY, check_stamp
 from unigen_ds.config.registry import LAYOUTS
 from unigen_ds.core.errors import CheckpointError
-from unigen_ds.core.shards import BUFFER, MASTER, STAMP, ShardReader, parse_shard_key, read_flat
+from unigen_ds.core.json_values import STAMP
+from unigen_ds.core.shards import BUFFER, MASTER, ShardReader, parse_shard_key, read_flat
 from unigen_ds.system import dist
 from unigen_ds.system.seeding import set_rng_state
 
