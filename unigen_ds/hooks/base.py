@@ -49,6 +49,7 @@ PRIORITY = {
     "evaluate": 40,
     "best": 45,
     "preview": 50,
+    "ledger": 55,
     "logger": 60,
     "signals": 65,
     "time_limit": 66,
