@@ -102,7 +102,7 @@ class StoredImage(str):
 
 
 class ImageContent:
-    """An image file that is read once: for its header, and later for its pixels, which are decoded once."""
+    """An image file that is read once, has its header read once, and its pixels decoded once, later."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
@@ -111,10 +111,10 @@ class ImageContent:
         return str(self.path)
 
     @cached_property
-    def data(self) -> bytes:
-        """The bytes of the file. Raises ``ValueError`` where reading may never end: a pipe, a socket, a device."""
+    def header(self) -> Image.Image:
+        """The image, not decoded. Raises what PIL raises."""
         with _bytes_of(self.path) as stream:
-            return stream.read()
+            return _open(BytesIO(stream.read()))
 
     @cached_property
     def picture(self) -> Image.Image:
@@ -173,16 +173,12 @@ def _decode(path: AnyImage) -> Image.Image:
 @contextmanager
 def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
     """The image, not decoded. Raises ``UnreadableImage``, also for errors of the block: it cannot be ``what``."""
-    Image.init()
-    formats = [name for name in FORMATS if name in Image.OPEN]  # with which this PIL was built
     try:
-        with _bytes_of(path) as source, Image.open(source, formats=formats) as image:
-            width, height = image.size
-            if min(width, height) < 1:
-                raise ValueError(f"its size is {width} x {height}")
-            if width * height > MAX_PIXELS:
-                raise ValueError(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
-            yield image
+        if isinstance(path, ImageContent):
+            yield path.header
+        else:
+            with _bytes_of(path) as source, _open(source) as image:
+                yield image
     except MemoryError:
         raise
     except Exception as error:  # PIL's readers raise anything on a broken file
@@ -194,9 +190,21 @@ def _open_header(path: AnyImage, what: str) -> Iterator[Image.Image]:
         raise UnreadableImage(f"image {_shorten(path)} cannot be {what}: {reason}", path=str(path)) from error
 
 
-def _bytes_of(path: AnyImage) -> IO[bytes]:
-    if isinstance(path, StoredImage | ImageContent):
-        return BytesIO(path.data if isinstance(path, ImageContent) else path.read())
+def _open(source: IO[bytes]) -> Image.Image:
+    Image.init()
+    image = Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN])  # that this PIL has
+    width, height = image.size
+    if min(width, height) < 1:
+        raise ValueError(f"its size is {width} x {height}")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+    return image
+
+
+def _bytes_of(path: str | Path) -> IO[bytes]:
+    """Raises ``ValueError`` where reading may never end: a pipe, a socket, a device."""
+    if isinstance(path, StoredImage):
+        return BytesIO(path.read())
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise ValueError("it is a pipe, a socket or a device, not a file")
@@ -311,10 +319,9 @@ def _round_side(side: float, stride: int) -> int:
 
 
 def normalize(pixels: NDArray[np.uint8]) -> Tensor:
-    """[H, W, C] or [H, W] bytes -> [C, H, W] float32 in [-1, 1]."""
-    channels_last = torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1)
-    floats = channels_last.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-    return floats.div_(255).sub_(0.5).div_(0.5)
+    """[H, W, C] or [H, W] bytes -> [C, H, W] float32 in [-1, 1], in memory as [H, W, C]."""
+    channels_last = torch.from_numpy(pixels).reshape(*pixels.shape[:2], -1).float()
+    return channels_last.div_(255).sub_(0.5).div_(0.5).permute(2, 0, 1)
 
 
 def patchify(image: Tensor, patch_size: int) -> Tensor:

@@ -181,14 +181,14 @@ class ImageSplit(Split):
             raise UnreadableImage(problem, path=self.path)
         changes = (processor.augment, processor.vit_augment if vit else ())
         if any(changes):
-            image = augment_image(image, *changes, key)
+            image = augment_image(image.contiguous(), *changes, key)
         if vit:
             return LoadedImage(self, vit_patches=patchify(image, stride))
         assert key is not None, "an image is drawn with noise"
         p, z = processor.latent_patch_size, processor.latent_channels
         return LoadedImage(
             self,
-            vae_image=image,
+            vae_image=image.contiguous(),
             vae_noise=_normal((z, grid[0] * p, grid[1] * p), (*key, "vae")),
             flow_noise=_normal((grid[0] * grid[1], z * p * p), (*key, "flow")),
             timestep=_normal((), (*key, "timestep")).item() if self.kind == "noise" else -math.inf,
