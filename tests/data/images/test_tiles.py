@@ -27,7 +27,7 @@ def test_tiles_and_their_string(number: int) -> None:
     tiles = split_tiles(tiling.pixels(image), tiling.tile_size)
     assert len(tiles) == num_tiles(grid) == case["n_tiles"]
     torch.testing.assert_close(
-        tiles, load_file(NANOVLM / "image_split.safetensors")[f"tiles_{number}"], atol=ATOL, rtol=0
+        torch.stack(tiles), load_file(NANOVLM / "image_split.safetensors")[f"tiles_{number}"], atol=ATOL, rtol=0
     )
     side = tiling.tile_size // case["vit_patch_size"] // case["pixel_shuffle_factor"]
     assert side**2 == case["mp_image_token_length"]

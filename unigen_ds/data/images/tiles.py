@@ -71,14 +71,13 @@ class Tiling:
         return torch.from_numpy(np.array(picture, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32).div_(255)
 
 
-def split_tiles(whole: Tensor, tile: int) -> Tensor:
-    """[C, H, W] -> [tiles, C, tile, tile]: the global tile if there is more than one, then row by row."""
-    channels, rows, columns = whole.shape[0], whole.shape[1] // tile, whole.shape[2] // tile
-    tiles = whole.reshape(channels, rows, tile, columns, tile).permute(1, 3, 0, 2, 4).reshape(-1, channels, tile, tile)
-    if rows * columns == 1:
+def split_tiles(whole: Tensor, tile: int) -> list[Tensor]:
+    """[C, H, W] -> [C, tile, tile] of each tile: the global tile if there is more than one, then row by row."""
+    tiles = [part for row in whole.split(tile, dim=1) for part in row.split(tile, dim=2)]
+    if len(tiles) == 1:
         return tiles
     small = F.interpolate(whole[None], size=(tile, tile), mode="bilinear", antialias=True, align_corners=False)
-    return torch.cat([small, tiles])
+    return [small[0], *tiles]
 
 
 def num_tiles(grid: tuple[int, int]) -> int:

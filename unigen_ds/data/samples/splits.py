@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -188,7 +189,7 @@ class ImageSplit(Split):
         p, z = processor.latent_patch_size, processor.latent_channels
         return LoadedImage(
             self,
-            vae_image=image.contiguous(),
+            vae_image=image,
             vae_noise=_normal((z, grid[0] * p, grid[1] * p), (*key, "vae")),
             flow_noise=_normal((grid[0] * grid[1], z * p * p), (*key, "flow")),
             timestep=_normal((), (*key, "timestep")).item() if self.kind == "noise" else -math.inf,
@@ -301,11 +302,12 @@ class PackedBuilder:
             return
         start = self.num_tokens
         self.add_text(ids, range(start, start + len(ids)))
-        pairs = [(start + i, target) for i, target in enumerate(targets) if target != IGNORED]
-        self._target_index += (index for index, _ in pairs)
-        self._target_ids += (target for _, target in pairs)
-        weight = 1.0 / math.sqrt(len(pairs)) if pairs and self.processor.ce_reweight else 1.0
-        self._target_weight += [weight] * len(pairs)
+        labels = np.asarray(targets)
+        indices = np.flatnonzero(labels != IGNORED)
+        self._target_index += (start + indices).tolist()
+        self._target_ids += labels[indices].tolist()
+        weight = 1.0 / math.sqrt(len(indices)) if len(indices) and self.processor.ce_reweight else 1.0
+        self._target_weight += [weight] * len(indices)
         self.add_split(len(ids), CAUSAL, torch.arange(position, position + len(ids)))
 
     def add_patches(self, patches: Tensor, index: Tensor, position_ids: Tensor, lengths: tuple[int, ...]) -> None:

@@ -9,10 +9,12 @@ itself (``{% generation %}``). The whole text is tokenised once; a token is the 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.data.samples.sample import IGNORED
@@ -80,7 +82,8 @@ class RenderedChat:
         if last:  # before a reply it is the one that is to come
             answers = [] if reply else answers[-1:]
         for number in answers:
-            after = _render(tokenizer, messages[: number + 1])
+            whole = number == len(messages) - 1 and not reply
+            after = text if whole else _render(tokenizer, messages[: number + 1])
             before = _render(tokenizer, messages[:number], reply=True) if number else _opening(tokenizer, after)
             if not (after.startswith(before) and text.startswith(after)):
                 only_last = ", or tokenizer.learn='last'" * (marked and not last)
@@ -91,9 +94,9 @@ class RenderedChat:
             bounds += (len(before), len(after))
         return cls(text, tuple(bounds))
 
-    def from_assistant(self, starts: Sequence[int]) -> list[bool]:
+    def from_assistant(self, starts: Sequence[int]) -> NDArray[np.bool_]:
         """Whether each token, which begins at one of ``starts`` in the text, is the assistant's."""
-        return [bool(bisect_right(self.bounds, start) % 2) for start in starts]
+        return np.searchsorted(self.bounds, starts, side="right") % 2 == 1
 
 
 def encode_rendered(tokenizer: Any, texts: Sequence[str]) -> list[Encoding]:
@@ -112,10 +115,10 @@ def encode_chats(tokenizer: Any, chats: Sequence[tuple[str, Mapping[str, str]]])
         yield tokenizer.special.encode_shielded(text, signs) if signs else next(together)
 
 
-def next_token_labels(ids: Sequence[int], from_assistant: Sequence[bool]) -> list[int]:
+def next_token_labels(ids: Sequence[int], from_assistant: NDArray[np.bool_]) -> list[int]:
     """What each position predicts: the next id where it is the assistant's, else -100."""
-    following = zip(ids[1:], from_assistant[1:], strict=True)
-    return [*(i if learned else IGNORED for i, learned in following), *[IGNORED] * bool(ids)]
+    labels: list[int] = np.where(from_assistant[1:], ids[1:], IGNORED).tolist()
+    return [*labels, *[IGNORED] * bool(ids)]
 
 
 def _opening(tokenizer: Any, text: str) -> str:
