@@ -17,7 +17,7 @@
 # make worker-kills  a data worker is killed 200 times at random moments, of runs too (make test: fewer)
 # make mutations  small edits of the source, each with the test that must then fail; PART=K/N: a part, MINUTES=M: a limit;
 #                SAMPLE=N SEED=S: random edits instead, and the share that the modules' own tests detect
-# make bench   the benchmarks; results go to benchmarks/results/
+# make bench   the benchmarks; results go to benchmarks/results/, and summary.md there has them all
 #
 # Everything is installed into .venv at the versions of constraints.txt; the stamp files keep that from being repeated.
 
@@ -146,10 +146,13 @@ $(VENV)/.stamp-app: $(VENV)/.stamp-test
 	$(VENV)/app/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[app,browser]'
 	touch $@
 
+# Without a CUDA device gpu.py ends with 3: nothing is measured.
 bench: $(VENV)/.stamp-test
-	@for script in benchmarks/*.py; do \
-		if [ -e "$$script" ]; then echo "== $$script"; $(BIN)/python "$$script" || exit 1; fi; \
+	@for script in $(filter-out benchmarks/gpu.py benchmarks/summary.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
 	done
+	@$(BIN)/python benchmarks/gpu.py || [ $$? = 3 ]
+	$(BIN)/python benchmarks/summary.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -44,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
     p.add_argument("--max-updates", type=int, metavar="N",
                    help="stop after N updates of the run; the length of the schedule does not change")  # fmt: skip
+    p.add_argument("--profile", type=positive, metavar="N",
+                   help="profile N updates after three others: a trace of each rank, and a table\n"
+                   "of an update's parts, in WORK_DIR/profile (docs/report.md)")  # fmt: skip
     dry = p.add_argument_group("dry run")
     dry.add_argument("--dry-run", action="store_true", help="list all problems that a start would have; train nothing")
     dry.add_argument("--world-size", type=positive, metavar="N",
@@ -86,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run:
         return print_dry_run(arguments, rank=rank)
     from unigen_ds.checks.resume import advice, is_out_of_memory
+    from unigen_ds.config.section import Component
+    from unigen_ds.hooks.log.timer import ProfileHook
     from unigen_ds.runner import train_config
     from unigen_ds.runner.settings.tree import Settings, config_lines, read_config
     from unigen_ds.system import dist, rank_errors  # after parsing: --help does not wait for torch
@@ -96,6 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.from_config(config)
         if arguments.resume == AUTO:
             settings = settings.with_resume(AUTO)
+        if arguments.profile is not None:
+            hook = Component(ProfileHook, {"num_updates": arguments.profile})  # records of the run keep its config
+            settings = settings.model_copy(update={"custom_hooks": (*settings.custom_hooks, hook)})
         if arguments.print_config:
             print("\n".join(config_lines(settings, config)))
             return 0

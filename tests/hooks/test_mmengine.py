@@ -141,19 +141,6 @@ def test_a_run_with_hooks_of_mmengine_trains_the_same(tmp_path: Path) -> None:
     assert "Epoch(train) [1][2/8]" in text and "eta:" in text, "mmengine's own lines"
 
 
-class StopsAtFour(mmengine.hooks.Hook):
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        if runner.iter == 3:
-            runner.train_loop.stop_training = True
-
-
-def test_stop_training_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    runner = run(tmp_path, dict(type=StopsAtFour))
-    assert runner.progress.updates == 4 and not runner.finished and "StopsAtFour" in str(runner.stop_reason)
-    [checkpoint] = store.list_checkpoints(tmp_path / "run")
-    assert checkpoint.manifest is not None and checkpoint.manifest.progress.updates == 4
-
-
 def test_mmengines_early_stopping_reads_the_validation(tmp_path: Path) -> None:
     """No value is better by 100: it stops after the first evaluation and ``patience`` others, with a checkpoint."""
     stopping = dict(type="mmengine.EarlyStoppingHook", monitor="loss", rule="less", min_delta=100.0, patience=2)

@@ -158,17 +158,6 @@ def test_what_shows_a_requirement_exists() -> None:
     assert wrong == []
 
 
-def test_the_table_against_plain_trainers_has_the_numbers_of_the_results() -> None:
-    folder = ROOT / "benchmarks"
-    table = (folder / "README.md").read_text(encoding="utf-8").split("## Against plain trainers")[1].split("##")[0]
-    (name,) = (path.name for path in (folder / "results").glob("peers_*.json"))
-    ms = {side: one["median"] for side, one in json.loads((folder / "results" / name).read_text())["ms"].items()}
-    sides = {"bare": "`DataLoader`", "trainer": "Trainer", "mmengine": "mmengine's Runner", "lightning": "Lightning"}
-    assert f"| {ms['ours']:.1f} ms | a bare" in table and f"`{name}`" in table
-    assert all(f"{label} {ms[side]:.1f}" in table for side, label in sides.items())
-    assert all((folder / "results" / result).exists() for result in re.findall(r"`(\w+\.json)`", table))
-
-
 def test_the_table_of_sharded_training_has_the_numbers_of_the_results() -> None:
     text = (ROOT / "docs" / "engines" / "choosing.md").read_text(encoding="utf-8")
     page = text.split("## What sharding costs and saves")[1].split("\n## ")[0]

@@ -56,10 +56,10 @@ PRIORITY = {
     "continuity": 68,
     "checkpoint": 70,
     "timeline": 80,
+    "profile": 90,
     "push_to_hub": 95,
 }
 """The order of hooks: lower runs earlier. A custom hook without an entry runs at 55, before the logger."""
-DEFAULT_PRIORITY = 55
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Hook:
 
     @property
     def priority(self) -> int:
-        return PRIORITY.get(self.name, DEFAULT_PRIORITY)
+        return PRIORITY.get(self.name, 55)
 
     def before_run(self, run: Run) -> None: ...
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None: ...

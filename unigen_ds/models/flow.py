@@ -16,11 +16,6 @@ def shift_timesteps(t: Tensor, shift: float) -> Tensor:
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def training_timesteps(raw: Tensor, shift: float) -> Tensor:
-    """Raw normal draws -> t in [0, 1]: sigmoid, then shift. ``-inf`` becomes 0, a clean image."""
-    return shift_timesteps(torch.sigmoid(raw), shift)
-
-
 def sampling_timesteps(num_timesteps: int, shift: float) -> Tensor:
     """The shifted times from 1 to 0 at whose ``num_timesteps - 1`` gaps an Euler step is made."""
     return shift_timesteps(torch.linspace(1.0, 0.0, num_timesteps), shift)

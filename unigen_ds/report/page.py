@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from unigen_ds.checkpoint.home import is_locked
 from unigen_ds.checkpoint.store import Candidate
@@ -41,6 +42,7 @@ from unigen_ds.report.reading import (
     validation_losses,
 )
 from unigen_ds.system.files import size_text
+from unigen_ds.system.journals import PROFILE_FILE
 
 MAX_PICTURES = 16 * 2**20
 """Bytes of all pictures of a page."""
@@ -94,7 +96,9 @@ def comparison(runs: Mapping[str, WorkDir]) -> dict[str, Any]:
 def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
     pictures, picture_note = previews_of(run, budget=budget)
-    config, config_text = flat(run.config), run.config_text
+    config, config_text, file = flat(run.config), run.config_text, run.path / PROFILE_FILE
+    table: Any = TypeAdapter(list[dict[str, float]])
+    problems = run.problems if file.exists() else []
     if config_text is not None and "***" in config.values():  # the file has what is masked
         config_text = json.dumps(run.config, indent=1, default=str)
     main, more = curves(run) if run.updates else ([], [])
@@ -106,6 +110,7 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "last": {key: finite(run.last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
         "best_loss": run.best_loss,
         "time": _time(run),
+        "profile": attempt(PROFILE_FILE, lambda: table.validate_json(file.read_bytes()), [], problems),
         "curves": main,
         "more_curves": more,
         "numbers": [[line.get(key) for key in columns] for line in lines],

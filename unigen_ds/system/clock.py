@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Clock:
         """What the thread that trains does, and how many sections it has begun."""
         self._current: str | None = None
         self._thread = threading.get_ident()
+        self.labels = False  # whether a profile names the sections
 
     @property
     def in_update(self) -> bool:
@@ -77,7 +78,8 @@ class Clock:
         self.num_sections += 1
         begin = self.mark() if of_device else time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function(section) if self.labels else nullcontext():
+                yield
         finally:
             self._current = outer
             if of_device and self.on_cuda:

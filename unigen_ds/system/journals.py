@@ -19,7 +19,7 @@ from unigen_ds.core.json_values import json_values
 from unigen_ds.system.files import fsync_path
 
 METRICS_FILE, LEDGER_FILE, SKIPPED_FILE = "metrics.jsonl", "ledger.jsonl", "skipped_samples.jsonl"
-TIMELINE_FILE = "timeline.jsonl"
+TIMELINE_FILE, PROFILE_FILE = "timeline.jsonl", "profile/table.json"
 
 
 class JsonLines:

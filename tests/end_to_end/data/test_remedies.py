@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
 from unigen_ds.core.errors import ConfigError, DataError
-from unigen_ds.data.images.image_files import image_header
 from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.runner import Runner
 from unigen_ds.system.pipes import READER_GONE, ends_quietly
@@ -100,18 +98,6 @@ def test_data_that_cannot_be_read(case: str, inspect: Callable[..., Any], tmp_pa
     make, more, message = BROKEN[case]
     status, output = inspect(make(tmp_path), **more)
     assert status in (1, 2) and message in output and "Traceback" not in output
-
-
-def test_images_that_cannot_be_read(tmp_path: Path) -> None:
-    """The reason is given, without an object of Python's and without a whole image as text."""
-    image = base64.b64encode(bytes(range(256)) * 4).decode()
-    for name, content in (("empty.png", b""), ("drawn.svg", b"<svg></svg>")):
-        (tmp_path / name).write_bytes(content)
-    paths = ["empty.png", "drawn.svg", image, "gone.png"]
-    errors = [image_header(tmp_path / path).error for path in paths]
-    assert all("none of the formats (read are JPEG" in error for error in errors[:2])
-    assert len(errors[2]) < 600
-    assert errors[3].endswith("cannot be read: FileNotFoundError: No such file or directory")
 
 
 @pytest.mark.parametrize("first", ["[![badge](a.svg)](b)\n\n# Title\n", "# Title\n"])

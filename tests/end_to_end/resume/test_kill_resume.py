@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.end_to_end.resume.kill_tools import UPDATES, Bench, metric_lines, wait_for
+from tests.end_to_end.resume.kill_tools import UPDATES, Bench, metric_lines
 from unigen_ds.checkpoint import store
 from unigen_ds.checks.certificate import differences
 from unigen_ds.system.journals import read_lines
@@ -131,24 +129,3 @@ def test_killed_again_and_again(bench):
 def test_the_number_of_workers_changes_nothing(bench):
     assert bench.train("workers", *workers(2)).status == 0
     assert_same_run(bench, "workers")
-
-
-@pytest.mark.slow
-def test_a_signal_saves_and_the_resumed_run_is_the_same(bench):
-    name = "signals"
-    arguments: tuple[str, ...] = ()
-    for number, updates in ((signal.SIGTERM, 5), (signal.SIGINT, 11)):
-        process = bench.start(name, *arguments, SLOW="0.1")
-        wait_for(lambda least=updates: len(metric_lines(bench.work_dir(name))) >= least, process)
-        os.kill(process.pid, number)
-        time.sleep(0.02)
-        os.kill(process.pid, number)  # launchers pass a scheduler's signal on, so it comes twice
-        ending = bench.finish(name, process)
-        assert ending.status == 143, ending.output
-        assert f"{signal.Signals(number).name} received" in ending.output
-        at = metric_lines(bench.work_dir(name))[-1]["update"]
-        assert updates <= at < UPDATES
-        assert (bench.work_dir(name) / f"iter_{3 * at}.pth").is_dir()
-        arguments = ("--resume",)
-    resume(bench, name, start=f"iter_{3 * at}.pth")
-    assert_same_run(bench, name)

@@ -109,7 +109,7 @@ def _close(actual, expected, atol):
 
 
 def test_parts(model, batch, golden, tolerance):
-    t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
+    t_L = flow.shift_timesteps(torch.sigmoid(batch.timesteps), model.timestep_shift)
     _close(t_L, golden["mid.shifted_timesteps"], tolerance["mid.shifted_timesteps"])
     _close(model.time_embedder(t_L, dtype=torch.float32), golden["mid.time_embed"], tolerance["mid.time_embed"])
     vit = model.vit_model.vision_model(batch.vit_patches, batch.vit_position_ids, batch.vit_lengths)
@@ -118,7 +118,7 @@ def test_parts(model, batch, golden, tolerance):
 
 
 def test_hidden_states_of_every_layer(model, batch, golden, tolerance):
-    t_L = flow.training_timesteps(batch.timesteps, model.timestep_shift)
+    t_L = flow.shift_timesteps(torch.sigmoid(batch.timesteps), model.timestep_shift)
     noisy = flow.interpolate(_clean(model, batch, golden), batch.flow_noise, t_L)
     outputs: list[torch.Tensor] = []
     handles = [

@@ -269,7 +269,7 @@ class UnifiedModel(PretrainedModel):
 
     def loss_terms(self, batch: PackedBatch, clean_LC: Tensor) -> LossTerms:
         """Return what ``forward`` does, computed from clean latent patches ``[L, C]``."""
-        t_L = flow.training_timesteps(batch.timesteps, self.timestep_shift)
+        t_L = flow.shift_timesteps(torch.sigmoid(batch.timesteps), self.timestep_shift)  # -inf: 0, a clean image
         noisy_LC = flow.interpolate(clean_LC, batch.flow_noise, t_L)
         hidden_TD, row_of = self.hidden_states(batch, noisy_LC, t_L)
         logits = self.language_model.lm_head(hidden_TD[row_of[batch.text_target_index]])

@@ -1,4 +1,4 @@
-"""Where the time goes: sections of ``run.clock`` in, window averages, rates and the time to go out.
+"""Where the time goes: sections of ``run.clock`` in, window averages, rates, the time to go and a profile out.
 
 Time of this rank (``system/clock.py``: on CUDA that of the device), averaged over a window of updates, because one
 update's share of waiting varies much. The time of an evaluation is left out. It costs one clock read per update and no
@@ -7,6 +7,8 @@ synchronisation.
 
 from __future__ import annotations
 
+import json
+import time
 from collections import defaultdict, deque
 from contextlib import ExitStack
 from datetime import datetime, timedelta
@@ -14,15 +16,19 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge
+from torch.profiler import ProfilerActivity, profile
 
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.batch import Batch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
 from unigen_ds.system.clock import COMMUNICATION, EVALUATION, count_communication
+from unigen_ds.system.files import write_text_atomic
+from unigen_ds.system.journals import PROFILE_FILE
 from unigen_ds.system.log import logger
 
-_SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
+SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
+WARM_UP = 3  # updates of a process before those that are profiled
 TOTAL_AFTER_UPDATES = 20
 """Updates of a process after which the time of the whole training is estimated; its first is left out."""
 WARM_UP_UPDATES = 50
@@ -97,7 +103,7 @@ class IterTimerHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         seconds, sections = run.clock.read()
         seconds -= sections.get(EVALUATION, 0.0)
-        times = {name: sections.get(name, 0.0) for name in _SECTIONS}
+        times = {name: sections.get(name, 0.0) for name in SECTIONS}
         times["other"] = max(0.0, seconds - sum(times.values()))
         own, self._own = self._own, defaultdict(float)
         progress, previous = run.progress, run.previous
@@ -140,7 +146,7 @@ class IterTimerHook(Hook):
         return {
             "time/update": seconds / len(self._updates),
             "time/data": self._sum("data") / len(self._updates),
-            **{f"share/{name}": self._sum(name) / seconds for name in (*_SECTIONS, "other")},
+            **{f"share/{name}": self._sum(name) / seconds for name in (*SECTIONS, "other")},
             "tokens_per_second": tokens,
             "tokens_per_second_per_device": tokens / dist.world_size(),
             "samples_per_second": self._sum("samples") / seconds,
@@ -186,3 +192,63 @@ class IterTimerHook(Hook):
                 self._warnings.add(name)
                 bound = f"at most {high:.0%}" if share > high else f"at least {low:.0%}"
                 logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
+
+
+class ProfileHook(Hook):
+    """Profiles ``num_updates`` updates of this process, after ``WARM_UP`` others: a trace of each rank, and the table
+    of all. The device is waited for at both ends, so that the table has all of each update; no number of the run
+    changes."""
+
+    name = "profile"
+
+    def __init__(self, *, num_updates: int) -> None:
+        self._num_updates, self._number, self._before = num_updates, -WARM_UP, dict[str, float]()
+        self._profiler: profile | None = None
+
+    def after_update(self, run: Run, result: UpdateResult) -> None:
+        self._number += 1
+        if self._profiler is not None and (self._number == self._num_updates or run.done):
+            self._end(run, self._profiler)
+        elif run.done and self._number <= 0:
+            logger().warning("No update is profiled: the training ends, and the first %d warm up.", WARM_UP)
+        elif self._number == 0:
+            self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * run.clock.on_cuda)
+            self._profiler.start()
+            run.clock.labels, self._before = True, self._times(run)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+
+    @staticmethod
+    def _times(run: Run) -> dict[str, float]:
+        """Milliseconds by section, and in all, once the device has nothing left to do."""
+        if run.clock.on_cuda:
+            torch.cuda.synchronize()
+        run.clock.read()
+        return {name: 1e3 * seconds for name, seconds in {**run.clock.totals, "update": time.perf_counter()}.items()}
+
+    def _end(self, run: Run, profiler: profile) -> None:
+        """Write the trace of each rank, and the table. Collective."""
+        now, rank, last = self._times(run), dist.rank(), run.progress.updates
+        profiler.stop()
+        self._profiler, run.clock.labels = None, False
+        times = {name: (value - self._before.get(name, 0.0)) / self._number for name, value in now.items()}
+        hooks = [value for name, value in times.items() if name.startswith("hook:") and name != f"hook:{self.name}"]
+        parts = {**{name: times.get(name, 0.0) for name in SECTIONS}, "hooks": sum(hooks)}
+        parts = {"update": times["update"], **parts, "other": max(0.0, times["update"] - sum(parts.values()))}
+        row = {"rank": rank, "first": last + 1 - self._number, "last": last, **parts}
+        ranks, file = dist.gather_to_main(row), run.work_dir / PROFILE_FILE
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(file.with_name(f"rank{rank}.json.gz")))
+            if ranks is not None:
+                write_text_atomic(file, json.dumps(ranks, indent=1))
+        except OSError as error:
+            logger().warning("The profile of rank %d cannot be written: %s", rank, error)
+        if ranks is not None:
+            logger().info("Profile of %d rank(s), the slowest 16, milliseconds of an update: %s", len(ranks), file)
+            logger().info("".join(f"{name:>17}" for name in row))
+            for one in sorted(ranks, key=lambda one: -one["update"])[:16]:  # the slowest
+                logger().info("".join(f"{value:17.6g}" for value in one.values()))
+        run.clock.read()  # what was written is no part of the next update

@@ -106,7 +106,7 @@ def outcome_line(settings: Settings, datasets: Sequence[PlannedDataset], *, comp
         options += [] if family.drawing or reads else ["--temperature", "0.7", "--max-length", "100"]
         commands.insert(0, command("generate", str(paths.get("best") or paths["newest"]), *options))
     elif not complete and Path(sys.argv[0]).stem in ("train", "unigen-train"):
-        words = re.sub(r"--max-updates[ =]\d+ |--local\S+ ", "", f"{shlex.join(sys.argv[1:])} ")
+        words = re.sub(r"--(max-updates|profile)[ =]\d+ |--local\S+ ", "", f"{shlex.join(sys.argv[1:])} ")
         train = command("train", processes=dist.env_processes_per_node() or dist.env_world_size())
         commands.insert(0, f"{train} {words}{'--resume' * ('--resume' not in words)}".strip())
     return f"{text} Next: {'; '.join(commands)}"
