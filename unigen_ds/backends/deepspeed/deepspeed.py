@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,12 @@ def _choose_accelerator() -> None:
 def leave_out_operator() -> None:
     """Leave out an operator that DeepSpeed would compile on a CPU at the start: for minutes, and after a build that was
     killed for ever, as its lock remains (pytorch issue 189245). Tensor parallelism alone calls it, and needs it not.
+    Its Muon, which no run uses, is imported without ``torch.compile``, whose compiler needs 1.5 s to import.
     """
     comm: Any = import_module("deepspeed.comm.torch")  # ``deepspeed.comm`` has torch itself under that name
     comm.build_shm_op = lambda: None
+    with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
+        import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 _EACH = "each:"

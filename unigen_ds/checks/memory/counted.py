@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from unigen_ds.backends.memory import allocate
 from unigen_ds.core.errors import UnigenError, short_text
@@ -162,7 +161,8 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Those in arguments or results of an operation."""
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    parts = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
+    return [values] if isinstance(values, Tensor) else [one for part in parts for one in tensors_of(part)]
 
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

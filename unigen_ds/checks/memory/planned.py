@@ -8,6 +8,7 @@ group, and DeepSpeed changes functions of torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -15,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console as RichOutput
 from rich.progress import track
 
@@ -31,8 +33,9 @@ from unigen_ds.data.datasets.dataset import planned_tokens
 from unigen_ds.data.samples.sample import unit_tokens
 from unigen_ds.optim.optimizer import settled_precision
 from unigen_ds.runner.settings.tree import Settings
-from unigen_ds.runner.start.build import Data
+from unigen_ds.runner.start.build import Data, build_model
 from unigen_ds.runner.start.stages import build_engine, continue_data
+from unigen_ds.system.machine import num_cores
 
 ALTERNATIVES = (
     "single", "deepspeed:zero1", "deepspeed:zero2", "deepspeed:zero2_offload", "deepspeed:zero3",
@@ -112,7 +115,7 @@ class MemoryReport:
 
 
 def plan_memory(
-    config: Any, *, world_size: int, per_node: int | None = None, alternatives: bool = True, jobs: int = 2
+    config: Any, *, world_size: int, per_node: int | None = None, alternatives: bool = True
 ) -> MemoryReport:
     """Plan a run of ``world_size`` processes. Raises ``ConfigError`` and ``DataError`` where a start would."""
     per_node = per_node or min(8, world_size)
@@ -124,6 +127,8 @@ def plan_memory(
         data, *_ = continue_data(settings, None, geometry=geometry, on_change="refuse")
         largest = largest_batches(data, geometry)
         preload()
+        with suppress(Exception), torch.device("meta"):  # imports what it needs; why it cannot be built: each trace
+            build_model(settings, data.processor, seed=settings.seed)
         plans: dict[str, EnginePlan] = {}
         engines: dict[str, Settings] = {}
         for name in (CONFIG_ENGINE, *(ALTERNATIVES if alternatives else ())):
@@ -139,7 +144,7 @@ def plan_memory(
             if all(topology != plan.topology for plan in plans.values()):
                 plans[name] = EnginePlan(name, None, topology=topology)
                 engines[name] = one
-        traces = trace_engines(engines, data.processor, largest, geometry, jobs=jobs)
+        traces = trace_engines(engines, data.processor, largest, geometry, jobs=num_cores())
     plans |= {name: replace(plan, topology=plans[name].topology) for name, plan in traces.items()}
     return MemoryReport([*plans.values()], largest, geometry, precision, world_size, per_node)
 
