@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
                    help="of texts: only the most likely tokens are drawn, which have this probability together;\n"
                    "default: 1 (all)")  # fmt: skip
     p.add_argument("--samples", type=int, default=1, metavar="N", help="answers to each prompt; default: 1")
+    p.add_argument("--batch-size", type=int, default=16, metavar="N",
+                   help="answers computed together, fewer where memory is not enough; default: 16")  # fmt: skip
     p.add_argument("--grid", action="store_true", help="write a contact sheet of all answers, too")
     p.add_argument("--columns", type=int, metavar="N", help="of the contact sheet; default: about as many as rows")
     add_flow(p)
@@ -97,7 +100,7 @@ def add_flow(p: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for numbers that cannot work, before the model is loaded."""
     Sampling(arguments.temperature, arguments.top_p)
-    for name in ("max_length", "samples", "columns"):
+    for name in ("max_length", "samples", "columns", "batch_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", allowed="at least 1")
@@ -180,7 +183,7 @@ def generate(arguments: argparse.Namespace) -> None:
     from unigen_ds.checkpoint.convert import DTYPES
     from unigen_ds.config.overrides import parse_override
     from unigen_ds.evaluation.sheet import Cell, contact_sheet
-    from unigen_ds.runner.open.answers import answer, drawing_of
+    from unigen_ds.runner.open.answers import answer_all, drawing_of
     from unigen_ds.runner.open.trained import check_device, open_inferencer, source_of
 
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -196,29 +199,21 @@ def generate(arguments: argparse.Namespace) -> None:
     first = output.next
     several = arguments.samples > 1 or (isinstance(prompts, list) and len(prompts) > 1)
     drawing = drawing_of(inferencer, flow, understand=arguments.understand)
-    for number, request in enumerate(each for each in prompts for _ in range(arguments.samples)):
-        seed = arguments.seed + number
-        result = answer(
-            inferencer,
-            request,
-            understand=arguments.understand,
-            think=arguments.think,
-            size=arguments.size,
-            flow=drawing,
-            max_length=arguments.max_length,
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            seed=seed,
-        )
-        with writes(arguments.out):
-            row = output.add(request, result, seed=seed)
-        if arguments.grid:
-            images = [inferencer.processor.read_image(path) for path in request.paths]
-            text = "\n".join(line for line in (request.text, result.text and f"> {result.text}") if line)
-            sheet.append(Cell([*images, *result.images], text))
-        path = row["file"] and str(arguments.out / row["file"])
-        prompt = request.text if several and result.text else ""
-        print("  ".join(part for part in (path, prompt and f"{prompt} >", row["text"]) if part), flush=True)
+    numbers_and_prompts = enumerate((each for each in prompts for _ in range(arguments.samples)), start=arguments.seed)
+    options = {name: getattr(arguments, name) for name in ("understand", "think", "size", "max_length", "temperature")}
+    options |= {"top_p": arguments.top_p, "flow": drawing}
+    at_once = arguments.batch_size if isinstance(prompts, list) else 1
+    while group := list(islice(numbers_and_prompts, at_once)):
+        for (seed, request), result in zip(group, answer_all(inferencer, group, **options), strict=True):
+            with writes(arguments.out):
+                row = output.add(request, result, seed=seed)
+            if arguments.grid:
+                images = [inferencer.processor.read_image(path) for path in request.paths]
+                text = "\n".join(line for line in (request.text, result.text and f"> {result.text}") if line)
+                sheet.append(Cell([*images, *result.images], text))
+            path = row["file"] and str(arguments.out / row["file"])
+            prompt = request.text if several and result.text else ""
+            print("  ".join(part for part in (path, prompt and f"{prompt} >", row["text"]) if part), flush=True)
     if arguments.grid:
         with writes(arguments.out):
             grid = contact_sheet(sheet, columns=arguments.columns)
@@ -241,7 +236,15 @@ def writes(folder: Path) -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     log.setup(rank=0)
-    generate(arguments)
+    try:
+        generate(arguments)
+    except (MemoryError, RuntimeError) as error:
+        from unigen_ds.backends.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        remedy = "a smaller --size or --max-length, --dtype bf16, or another --device"
+        raise UnigenError(f"memory is not enough: {str(error).splitlines()[0]}", remedy=remedy) from error
     return 0
 
 

@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
     if arguments.dry_run:
         return print_dry_run(arguments, rank=rank)
-    from unigen_ds.checks.resume import advice, is_out_of_memory
+    from unigen_ds.backends.memory import is_out_of_memory
+    from unigen_ds.checks.resume import advice
     from unigen_ds.config.section import Component
     from unigen_ds.hooks.log.timer import ProfileHook
     from unigen_ds.runner import train_config

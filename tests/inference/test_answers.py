@@ -17,7 +17,7 @@ from unigen_ds.data.samples.splits import DroppedImage, TokenSplit
 from unigen_ds.families.nanovlm.model import VLM
 from unigen_ds.families.nanovlm.processor import LoadedTiles, TiledSplit, VLMProcessor
 from unigen_ds.families.nanovlm.published import vlm_arguments
-from unigen_ds.inference.answers import chooser, continue_prompts, likeliest, sample
+from unigen_ds.inference.answers import continue_prompts, likeliest, sample
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.system.seeding import generator
 
@@ -112,15 +112,6 @@ def test_top_p_keeps_the_likeliest_up_to_that_probability(top_p: float, ids: set
     numbers = counts(Sampling(1.0, top_p))
     assert set(numbers) == ids
     assert abs(numbers[0] / 4000 - 0.5 / sum((0.5, 0.3, 0.15, 0.05)[i] for i in ids)) < 0.03
-
-
-def test_a_document_draws_the_same_alone_and_among_others() -> None:
-    logits = torch.randn(3, 50, generator=generator("logits"))
-    together = chooser(Sampling(2.0), [7, 8, 9])
-    first, second = together(logits, [0, 1, 2]), together(logits[1:], [1, 2])
-    alone = chooser(Sampling(2.0), [9])
-    assert [first[2], second[1]] == [alone(logits[2:], [0])[0], alone(logits[2:], [0])[0]]
-    assert chooser(Sampling(), [1]) is likeliest
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,6 +18,7 @@ from tests.text_run import text_config, words
 from tests.tiny import tiny_config
 from tools.generate import main
 from unigen_ds.data.text.tokenizers import WordTokenizer
+from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.published import FILES
 from unigen_ds.runner import Runner
 from unigen_ds.runner.open.trained import open_inferencer
@@ -90,6 +92,32 @@ def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_
     assert square.convert("L").getpixel((10 + 14, 10 + 14)) == drawing.getpixel((0, 0))
 
 
+def test_answers_together_are_those_of_each_alone(run: Runner, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Pictures within one of 255, also where memory is not enough for so many at once."""
+    sizes: list[int] = []
+
+    def complete(self: Any, requests: list[Any], **options: Any) -> Any:
+        sizes.append(len(requests))
+        if len(requests) > 3:
+            raise torch.OutOfMemoryError("no memory is left")
+        return original(self, requests, **options)
+
+    original = InterleaveInferencer.complete
+    monkeypatch.setattr(InterleaveInferencer, "complete", complete)
+    (tmp_path / "prompts.txt").write_text("draw a three\ndraw a four\nthree\ndraw\ndraw a four\n")
+    words = [str(run.work_dir), "--prompts", str(tmp_path / "prompts.txt"), *FAST, "--out"]
+    for number, out in ((1, "alone"), (16, "together")):
+        assert main([*words, str(tmp_path / out), "--batch-size", str(number)]) == 0
+    assert sizes == [5, 2, 3] and "memory is not enough for 5 answers together" in capsys.readouterr().err
+    assert rows(tmp_path / "alone") == rows(tmp_path / "together")
+    for path in (tmp_path / "alone").glob("*.png"):
+        one, other = (np.array(Image.open(each)).astype(int) for each in (path, tmp_path / "together" / path.name))
+        assert np.abs(one - other).max() <= 1
+    monkeypatch.setattr(InterleaveInferencer, "unified_generate", lambda *_, **__: torch.empty(10**15))
+    assert main([*words, str(tmp_path / "none"), "--batch-size", "1"]) == 1
+    assert "memory is not enough: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -97,6 +125,7 @@ def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_
         (["--temperature", "1", "--top-p", "0"], "top_p is 0.0"),
         (["--top-p", "0.5"], "temperature is 0"),
         (["--max-length", "0"], "--max-length is 0"),
+        (["--batch-size", "0"], "--batch-size is 0"),
         (["--columns", "2"], "without --grid"),
         (["--understand", "--size", "8", "8"], "--size with --understand"),
         (["--device", "cuda:99"], "device 'cuda:99' cannot be used: "),
@@ -159,6 +188,13 @@ def test_a_prompt_longer_than_the_models_positions(tmp_path: Path, capsys: Any) 
     short = ["--out", str(tmp_path), "--device", "cpu"]
     assert main([str(decoder), "--prompt", words(70), *short]) == 1
     assert "the prompt has 71 tokens, and the model has 64 positions" in capsys.readouterr().err
+    several = [word for n in (3, 9, 1, 60) for word in ("--prompt", words(n))]
+    for options in ([], ["--temperature", "2", "--seed", "3"]):
+        for number in ("1", "16"):
+            out = ["--out", str(tmp_path / number), "--device", "cpu", "--batch-size", number, "--max-length", "9"]
+            assert main([str(decoder), *several, *options, *out]) == 0
+    assert rows(tmp_path / "1") == rows(tmp_path / "16") and len({row["text"] for row in rows(tmp_path / "16")}) > 4
+    capsys.readouterr()
     assert main([str(decoder), "--prompt", words(60), "--temperature", "1", "--max-length", "2", *short]) == 0
     assert "no more than" not in capsys.readouterr().err
     for seed in range(8):  # until one does not end by itself

@@ -60,3 +60,10 @@ def blocks_freed_at_once() -> Iterator[None]:
     finally:
         if mallopt:
             mallopt(_M_MMAP_THRESHOLD, 2**25)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of a device or of the host ran out. On the CPU torch raises a plain ``RuntimeError``."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

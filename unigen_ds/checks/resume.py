@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
-import torch
-
 from unigen_ds.backends.base import Backend
 from unigen_ds.config.paths import tool
 from unigen_ds.core.choices import AUTO
@@ -101,13 +99,6 @@ def train_command(arguments: Sequence[str], *, world_size: int) -> list[str]:
     if world_size == 1:
         return [sys.executable, *train]
     return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world_size), *train]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the memory of a device or of the host ran out. On the CPU torch raises a plain ``RuntimeError``."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def plans_of(settings: Settings, geometry: Geometry, backend: Backend) -> list[MemoryPlan]:

@@ -11,25 +11,26 @@ from __future__ import annotations
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from unigen_ds.config.registry import checked
+from unigen_ds.core.batch import to_device
 from unigen_ds.core.errors import ConfigError, DataError
 from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
 from unigen_ds.inference.generated import Generated, MaxLength, Picture, Request, Size, as_file, one_or_many_pictures
-from unigen_ds.inference.prompts import Sampling
-from unigen_ds.models.attention import Attend
+from unigen_ds.inference.prompts import Prompt, Sampling
+from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import generator
 
@@ -119,6 +120,13 @@ class TextInterface(ABC):
 class PackedInferencer(TextInterface):
     """A model that reads packed documents and has ``next_token_logits(batch, attend=)`` (``continue_prompts``)."""
 
+    def request(self, prompt: Prompt, *, seed: int, **options: Any) -> Request | None:
+        """A call of ``unified_generate`` with these options as a request, which ``complete`` answers with others; None
+        where it is refused."""
+        if prompt.parts or options.get("think") or options.get("size") or (prompt.images and not self.reads_images):
+            return None
+        return Request(self.prompt(prompt.prompt, [Path(path) for path in prompt.images], ()), "text", seed)
+
     def write(
         self, prompts: Sequence[Sequence[LoadedSplit]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
     ) -> list[str]:
@@ -185,82 +193,118 @@ def continue_prompts(
     max_new_tokens: int,
     choose: Choose = likeliest,
     cached: bool = True,
+    cache: KVCache | None = None,
+    begin: int = 0,
 ) -> list[list[int]]:
-    """The ids that follow each prompt, up to and with the first end id, or until the model has no more positions.
+    """The ids that follow each prompt, up to and with an end id, or until the model has no more positions.
 
     Args:
         model: has ``next_token_logits(batch, attend=...)``; where it has ``max_document_tokens``, the limit of a
             document; where it has ``squeezes_beyond``, positions of longer documents depend on their length.
-        processor: of the model; its tokenizer has the end id.
+        processor: of the model; its tokenizer has the end ids.
         choose: picks the tokens.
         cached: keep keys and values; only where every token sees all earlier ones and no later one.
+        cache: what the model has read before the one prompt, which begins at position ``begin``; it is extended.
 
     Raises ``DataError`` for a prompt that is longer than the model's positions.
     """
-    device, limit = device_of(model), getattr(model, "max_document_tokens", None)
+    device, limit, tokenizer = device_of(model), getattr(model, "max_document_tokens", None), processor.tokenizer
+    end_ids: Collection[int] = getattr(tokenizer, "end_ids", (tokenizer.eos_id,))
     texts: list[list[int]] = [[] for _ in prompts]
-    caches, begin = [KVCache() for _ in prompts], torch.zeros(len(prompts), dtype=torch.int64)
-    unread: list[list[LoadedSplit]] = [[*prompt] for prompt in prompts]
-    open_ones, rest = list(range(len(prompts))), list[int]()
-    for step in range(max_new_tokens if prompts else 0):
-        batch = pack_documents([unread[i] for i in open_ones], processor)
-        lengths, attend = batch.document_lengths, None
-        if step == 0:
-            rest = [tokens_left(length, limit) for length in lengths]
-            cached &= max(lengths) + max_new_tokens <= getattr(model, "squeezes_beyond", sys.maxsize)
-        if cached:
-            sizes = torch.tensor(lengths)
-            batch = replace(batch, position_ids=batch.position_ids + begin[open_ones].repeat_interleave(sizes))
-            begin[open_ones] = batch.position_ids[sizes.cumsum(0) - 1] + 1
-            attend = partial(_attend_each, [caches[i].attend(causal=True, keep=True) for i in open_ones], lengths)
-        tokens = choose(model.next_token_logits(batch.to(device), attend=attend), open_ones)
-        for i, token in zip(open_ones, tokens, strict=True):
+    open_ones, batch = list(range(len(prompts))), pack_documents(prompts, processor).to(device)
+    lengths, position_ids = batch.document_lengths, batch.position_ids + begin
+    rest = [tokens_left(length, limit) for length in lengths]
+    cached &= max(lengths, default=0) + max_new_tokens <= getattr(model, "squeezes_beyond", sys.maxsize)
+    attend = None
+    if cache is not None:
+        attend = cache.attend(causal=True, keep=True)
+    elif cached:
+        attend = (cache := KVCache()).begin(batch)
+    for _ in range(max_new_tokens if prompts else 0):
+        logits = model.next_token_logits(replace(batch, position_ids=position_ids), attend=attend)[: len(open_ones)]
+        for i, token in zip(open_ones, choose(logits, open_ones), strict=True):
             texts[i].append(int(token))
-            unread[i] = ([] if cached else unread[i]) + [TokenSplit.unlearned((int(token),))]
-        open_ones = [i for i in open_ones if texts[i][-1] != processor.tokenizer.eos_id]
-        for i in [i for i in open_ones if len(texts[i]) == rest[i] < max_new_tokens]:
-            logger().warning(f"the text ends after {rest[i]} tokens: the model has no more than {limit} positions")
-            open_ones.remove(i)
-        if not open_ones:
+            if len(texts[i]) == rest[i] < max_new_tokens and texts[i][-1] not in end_ids:
+                logger().warning(f"the text ends after {rest[i]} tokens: the model has no more than {limit} positions")
+        rows = [k for k, i in enumerate(open_ones) if texts[i][-1] not in end_ids and len(texts[i]) < rest[i]]
+        open_ones = [open_ones[k] for k in rows]
+        if not rows:
             break
+        if cache is None:
+            documents = [[*prompts[i], TokenSplit.unlearned(texts[i])] for i in open_ones]
+            batch = pack_documents(documents, processor).to(device)
+            position_ids = batch.position_ids
+            continue
+        if batch.num_tokens > len(rows):  # packed where their number changes, not for each token
+            last = torch.tensor(batch.document_lengths).cumsum(0)[rows] - 1
+            position_ids = position_ids[to_device(last, device)]
+            cache.select(rows)
+            batch = pack_documents([[TokenSplit.unlearned((0,))]] * len(rows), processor).to(device)
+        batch = replace(batch, text_ids=to_device(torch.tensor([texts[i][-1] for i in open_ones]), device))
+        position_ids, attend = position_ids + 1, cache.attend(causal=True, keep=True)
     return texts
 
 
 @dataclass
 class KVCache:
-    """``layers[i]``: keys and values ``[N, H, E]`` of layer i; none before the first token. A copy is cheap: it shares
-    the tensors, which are replaced and never written to."""
+    """``layers[i]``: keys and values ``[N, D, H, E]`` of layer i, of D documents, those of shorter ones filled up at
+    their beginning; none before the first token. A copy is cheap: it shares the tensors, which are replaced and never
+    written to."""
 
     layers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    fill_D: Tensor | None = None
+    """By how many each is filled up; None: all have the same length."""
 
     def copy(self) -> KVCache:
         """Return a cache with the same tokens; later ones are added to one of the two alone."""
-        return KVCache(list(self.layers))
+        return KVCache(list(self.layers), self.fill_D)
 
-    def attend(self, *, causal: bool, keep: bool) -> Attend:
-        """Return the attention of one forward pass over new tokens, which the layers call once each, in order. New
-        tokens see the cache and all new ones (``causal``: up to themselves); ``keep`` adds them to it."""
-        layer = -1
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these documents alone."""
+        if len(rows) < self.layers[0][0].shape[1]:
+            self.layers = [(k[:, rows], v[:, rows]) for k, v in self.layers]
+            self.fill_D = None if self.fill_D is None else self.fill_D[rows]
 
-        def attend(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
-            nonlocal layer
-            layer += 1
-            if layer < len(self.layers):
-                k_THE, v_THE = (torch.cat(pair) for pair in zip(self.layers[layer], (k_THE, v_THE), strict=True))
-            if keep:
-                self.layers[layer : layer + 1] = [(k_THE, v_THE)]
-            new, total, groups = len(q_THE), len(k_THE), q_THE.shape[1] // k_THE.shape[1]
-            mask = None
-            if causal and new > 1:
-                mask = torch.ones(new, total, dtype=torch.bool, device=q_THE.device).tril(total - new)
-            k_THE, v_THE = k_THE.repeat_interleave(groups, 1), v_THE.repeat_interleave(groups, 1)
-            q, k, v = (x.transpose(0, 1)[None] for x in (q_THE, k_THE, v_THE))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[0].transpose(0, 1)
+    def begin(self, batch: Any) -> Attend:
+        """Return the attention of a forward pass over whole documents, which the cache keeps."""
+        plan, lengths = plan_attention(batch, use_flex=False), batch.document_lengths
+        if min(lengths) < max(lengths):
+            self.fill_D = to_device(max(lengths) - torch.tensor(lengths), batch.document_ids.device)
+
+        def attend(*qkv_THE: Tensor) -> Tensor:
+            k, v = (pad_sequence(x.split(lengths), padding_side="left") for x in qkv_THE[1:])
+            self.layers.append((k, v))
+            return plan(*qkv_THE)
 
         return attend
 
+    def attend(self, *, causal: bool, keep: bool) -> Attend:
+        """Return the attention of one forward pass over new tokens, which the layers call once each, in order: one of
+        each document, or any number of a single one. They see the cache and all new ones of their document
+        (``causal``: up to themselves); ``keep`` adds them to it."""
+        layer, mask = -1, None
 
-def _attend_each(attends: Sequence[Attend], lengths: Sequence[int], *qkv_THE: Tensor) -> Tensor:
-    """Attention of the next tokens of several documents, each with its own cache."""
-    documents = zip(*(x.split(list(lengths)) for x in qkv_THE), strict=True)
-    return torch.cat([attend(*qkv) for attend, qkv in zip(attends, documents, strict=True)])
+        def attend(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor) -> Tensor:
+            nonlocal layer, mask
+            layer += 1
+            documents = self.layers[0][0].shape[1] if self.layers else 1
+            shape, heads = (-1, documents, *k_THE.shape[1:]), k_THE.shape[1]
+            k, v = k_THE.view(shape), v_THE.view(shape)
+            new, groups = len(k), q_THE.shape[1] // heads
+            if layer < len(self.layers):
+                k, v = (torch.cat(pair) for pair in zip(self.layers[layer], (k, v), strict=True))
+            if keep:
+                self.layers[layer : layer + 1] = [(k, v)]
+            if layer == 0 and self.fill_D is not None:
+                mask = (torch.arange(len(k), device=k.device) >= self.fill_D[:, None])[:, None, None]
+            elif layer == 0 and causal and new > 1:
+                mask = torch.ones(new, len(k), dtype=torch.bool, device=k.device).tril(len(k) - new)
+            if new == 1:  # the queries of a group are rows for its keys, which need no copy for each
+                q = q_THE.unflatten(1, (heads, groups))
+            else:
+                q = q_THE.transpose(0, 1)[None]
+                k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+            out = F.scaled_dot_product_attention(q, k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), attn_mask=mask)
+            return out.flatten(1, 2) if new == 1 else out[0].transpose(0, 1)
+
+        return attend

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from annotated_types import Ge
 from PIL import Image
 
@@ -20,11 +19,14 @@ from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.examples.demo import ReportHook
 from unigen_ds.examples.digits.dataset import TRAIN_SIZE, WORDS, DigitsDataset, caption, draw_prompt, read_split
 from unigen_ds.families.bagel.flow_settings import FlowSettings
+from unigen_ds.families.bagel.inference import InterleaveInferencer
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.families.bagel.sampler import draw, read_texts
+from unigen_ds.families.bagel.sampler import read_texts
 from unigen_ds.hooks.base import Run
 from unigen_ds.hooks.evaluate.ema import average_of
+from unigen_ds.inference.prompts import Prompt
 from unigen_ds.system import dist
+from unigen_ds.system.seeding import derive_seed
 
 _OF_DIGIT = 20
 _COLUMNS = 10
@@ -68,10 +70,14 @@ def evaluate_digits(
     held_images, held_labels = read_split(root, "val")
     classifier = train_classifier(train_images, train_labels)
     digits = np.repeat(np.arange(10), _OF_DIGIT)
-    prompts = [draw_prompt(digit) for digit in digits.tolist()]
-    pictures = torch.stack(draw(model, processor, prompts, size=train_images.shape[1:], flow=flow, seed=seed))[:, 0]
-    # [-1, 1] -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show
-    drawings = ((pictures.float().cpu().clamp(-1, 1) + 1) * 8).round().div(16).numpy()
+    inferencer, height_width = InterleaveInferencer(model, processor), train_images.shape[1:]
+    prompts = [Prompt(draw_prompt(digit)) for digit in digits.tolist()]
+    requests: list[Any] = [
+        inferencer.request(each, seed=derive_seed(seed, i), size=height_width) for i, each in enumerate(prompts)
+    ]
+    replies = inferencer.complete(requests, max_new_tokens=1, flow=flow, together=True)
+    # 8 bits -> 0..1 in the 17 grey levels of the real scans: no finer than what they can show
+    drawings = (np.stack([np.asarray(one.images[0]) for one in replies]) / 255 * 16).round() / 16
     predictions = classifier.predict(drawings.reshape(len(drawings), -1))
     texts = read_texts(model, processor, [_picture(image) for image in held_images])
     right = [text == caption(digit) for text, digit in zip(texts, held_labels.tolist(), strict=True)]

@@ -13,12 +13,11 @@ from unigen_ds.config.registry import FAMILIES
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
-from unigen_ds.families.auto.batch import ModelBatch
 from unigen_ds.families.auto.loading import auto_config, build_auto, read_weights
 from unigen_ds.families.auto.model import CausalLM, ImageTextToText, TransformersModel
 from unigen_ds.families.auto.processor import ModelProcessor
 from unigen_ds.families.base import TRANSFORMERS_WEIGHTS, ConversationFamily, PublishedFormat, read_statement
-from unigen_ds.inference.answers import Choose, TextInterface, chooser, device_of, tokens_left
+from unigen_ds.inference.answers import Choose, TextInterface, chooser, continue_prompts, device_of, tokens_left
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.models.weights import Pretrained
 from unigen_ds.system.files import copy_files, new_directory
@@ -51,7 +50,10 @@ class ModelInferencer(TextInterface):
     @torch.no_grad()
     def _generate(self, prompt: Sequence[LoadedSplit], max_new_tokens: int, choose: Choose) -> list[int]:
         """The ids that follow a prompt, up to and with the first that ends an answer."""
-        tokenizer, batch = self.processor.tokenizer, self._batch(prompt, adds_plain=False)
+        tokenizer, builder = self.processor.tokenizer, self.processor.builder()
+        builder.adds_plain = False
+        builder.add_document(prompt)
+        batch = builder.batch(1, (), ())
 
         def keep_choice(_: Tensor, scores: Tensor) -> Tensor:
             token = torch.tensor(choose(self._of_text(scores), [0]), device=scores.device)
@@ -66,30 +68,18 @@ class ModelInferencer(TextInterface):
         )
         return ids[0, len(batch.text_ids) :].tolist()
 
-    @torch.no_grad()
     def _in_step(self, prompt: Sequence[LoadedSplit], max_new_tokens: int, choose: Choose) -> list[int]:
         """The same where ranks make each pass together: one over the whole document, of the same modules on each."""
-        document, ids = [*prompt], list[int]()
-        num_tokens = len(self._batch(document, adds_plain=False).text_ids)
-        rest = tokens_left(num_tokens, self.model.max_document_tokens)
-        while len(ids) < min(max_new_tokens, rest):
-            batch = self._batch(document, adds_plain=True)
-            logits = self.model.next_token_logits(batch.to(device_of(self.model)))[:1]
-            ids += choose(self._of_text(logits), [0])
-            document.append(TokenSplit.unlearned(ids[-1:]))
-            if ids[-1] in self.processor.tokenizer.end_ids:
-                break
-        return ids
+
+        def choose_of_text(logits: Tensor, documents: Sequence[int]) -> Sequence[int]:
+            return choose(self._of_text(logits), documents)
+
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "choose": choose_of_text, "cached": False}
+        return continue_prompts(self.model, self.processor, [prompt], **options)[0]
 
     def _of_text(self, logits: Tensor) -> Tensor:
         """The logits without the tokens of images: no answer has the features of one."""
         return logits.index_fill(-1, torch.tensor(self._image_ids, dtype=torch.int64, device=logits.device), -torch.inf)
-
-    def _batch(self, document: Sequence[LoadedSplit], *, adds_plain: bool) -> ModelBatch:
-        builder = self.processor.builder()
-        builder.adds_plain = builder.adds_plain and adds_plain
-        builder.add_document(document)
-        return builder.batch(1, (), ())
 
 
 class AutoDirectory(PublishedFormat):
@@ -102,11 +92,13 @@ class AutoDirectory(PublishedFormat):
 
     def recognises(self, folder: Path) -> bool:
         """Compare the class that ``config.json`` names, or else its kind of model, with those of transformers."""
-        from transformers.models.auto import modeling_auto as names
+        config = read_statement(folder / "config.json")
+        if "model_type" not in config:
+            return False
+        from transformers.models.auto import modeling_auto as names  # a second: only where it is needed
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        config = read_statement(folder / "config.json")
-        if config.get("model_type") not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
+        if config["model_type"] not in CONFIG_MAPPING_NAMES:  # code of its own, which is never run
             return False
         classes = config.get("architectures") or ()
         kinds = {

@@ -2,7 +2,7 @@
 
 Three contexts are extended in parallel: ``full`` has everything, ``without_text`` all before the last text (all, where
 a picture is the last), and ``without_image`` the texts alone; guidance compares their velocities for the same noise.
-One conversation at a time; many short drawings at once are ``sampler.draw``'s.
+Conversations are read one at a time; pictures of one size can be drawn in the same forward passes.
 
 Shape suffixes: L latent patches, C their width, T tokens, D model width.
 Source: ByteDance-Seed/Bagel (Deng et al., 2025).
@@ -31,7 +31,7 @@ from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings, flow_for
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.families.bagel.sampler import guide, image_grid, noise_image, steps, vit_image
-from unigen_ds.inference.answers import KVCache, chooser, device_of
+from unigen_ds.inference.answers import KVCache, chooser, continue_prompts, device_of
 from unigen_ds.inference.generated import (
     BOTH,
     Generated,
@@ -43,7 +43,8 @@ from unigen_ds.inference.generated import (
     one_or_many_pictures,
     to_picture,
 )
-from unigen_ds.inference.prompts import Sampling
+from unigen_ds.inference.prompts import Prompt, Sampling
+from unigen_ds.models.attention import Attend
 from unigen_ds.models.flow import unpatchify_latent
 from unigen_ds.system.seeding import generator
 
@@ -75,6 +76,12 @@ class Context:
 
     def copy(self) -> Context:
         return Context(self.cache.copy(), self.position)
+
+    def is_equal(self, other: Context) -> bool:
+        """Whether the model has seen the same: keys and values are equal to the last bit."""
+        pairs = zip(self.cache.layers, other.cache.layers, strict=False)
+        equal = all(torch.equal(a, b) for one, two in pairs for a, b in zip(one, two, strict=True))
+        return equal and self.position == other.position
 
 
 @dataclass
@@ -119,21 +126,7 @@ class InterleaveInferencer:
     ) -> Generated:
         """A picture for ``prompt``; with ``images`` an edited one; with ``understand`` a text instead.
 
-        Args:
-            images: pictures (PIL, uint8 ``[H, W, 3]``) or paths, one alone or several, shown before the prompt.
-            parts: texts and pictures that follow each other, shown after ``images`` and before the prompt, which may
-                then be ''. A ``str`` is a text, a ``Path`` a picture.
-            history: earlier messages, shown first.
-            understand: answer in text, and draw nothing.
-            think: the model writes its thoughts first, and uses them for the answer, too.
-            size: (height, width) of the picture; None: of the last one shown, else the largest square.
-            flow: how it is drawn; a mapping changes these fields of the default; None: as ``flow_for`` decides.
-            max_length: tokens of the text at most.
-            temperature: of the text; 0 chooses the likeliest token.
-            top_p: of the text: only the likeliest tokens are drawn, which have this probability together.
-            seed: of every random number.
-            on_step: called in each Euler step.
-            on_picture: the same, with the predicted picture, which must be decoded for it.
+        The arguments are in ``docs/inference/generate.md``. The same ones return the same bits.
 
         Raises ``ConfigError`` for an argument that is unknown, wrong, or without effect, and ``UnreadableImage``.
         """
@@ -171,7 +164,7 @@ class InterleaveInferencer:
         largest = transform.largest_side if transform is not None else 0
         size = size or size_of_last or (largest, largest)
         flow = flow_for(self.model, flow, where="unified_generate.flow")
-        return Generated(text, [self._draw(contexts, size, flow, seed, on_step=on_step, on_picture=on_picture)])
+        return Generated(text, self._draw([contexts], size, flow, [seed], on_step=on_step, on_picture=on_picture))
 
     @torch.no_grad()
     def complete(
@@ -181,9 +174,12 @@ class InterleaveInferencer:
         max_new_tokens: int,
         sampling: Sampling = _LIKELIEST,
         flow: FlowSettings | None = None,
+        together: bool = False,
     ) -> list[Generated]:
-        """The answer to each of some records, whose parts are read as in training, one record at a time."""
+        """The answer to each of some records, whose parts are read as in training, one record at a time; ``together``:
+        answers that are pictures, and of one size, are drawn in the same passes."""
         flow, answers = flow or flow_for(self.model), list[Generated]()
+        waiting: dict[Any, list[tuple[Generated, Contexts, int]]] = {}
         for request in requests:
             contexts, begin = Contexts(), request.begin
             for split in (*request.prompt, *([TokenSplit.unlearned(begin[:-1])] if len(begin) > 1 else ())):
@@ -191,11 +187,13 @@ class InterleaveInferencer:
                     contexts.without_text = contexts.full.copy()
                     self._extend(contexts.without_image, split)
                 self._extend(contexts.full, split)
-            draw = partial(self._draw, contexts, request.size or (), flow, request.seed)
-            images = [draw()] if request.wanted == "image" or request.picture_first else []
+            draw = partial(self._draw, [contexts], request.size or (), flow, [request.seed])
             if request.wanted == "image":
-                answers.append(Generated("", images))
+                answers.append(Generated("", [] if together else draw()))
+                if together:
+                    waiting.setdefault(request.size, []).append((answers[-1], contexts, request.seed))
                 continue
+            images = draw() if request.picture_first else []
             for image in images:
                 self.extend_vit(contexts.full, image)
             options: dict[str, Any] = {"sampling": sampling, "seed": request.seed}
@@ -204,25 +202,40 @@ class InterleaveInferencer:
             text = self.processor.tokenizer.decode(ids[1:])
             if request.wanted == BOTH and not images:
                 self._add_text(contexts, text)
-                images = [draw()]
+                images = draw()
             answers.append(Generated(text, images))
+        for size, group in waiting.items():
+            replies, each, seeds = zip(*group, strict=True)
+            for answer, image in zip(replies, self._draw(each, size or (), flow, seeds), strict=True):
+                answer.images.append(image)
         return answers
+
+    def request(self, prompt: Prompt, *, seed: int, size: Size = None, **options: Any) -> Request | None:
+        """A picture for a text alone, as ``unified_generate`` with these options draws it, as a request, which
+        ``complete`` answers together with others; None for anything else."""
+        transform = self.processor.vae_transform
+        reads_or_writes = prompt.paths or prompt.parts or options.get("understand") or options.get("think")
+        if reads_or_writes or transform is None:
+            return None
+        text = TextSplit(tuple(self.processor.tokenizer.encode(prompt.prompt)), loss=False)
+        height, width = size or (transform.largest_side,) * 2
+        return Request([text], "image", seed, size=(height, width))
 
     def idle(self, method: str) -> tuple[Any, ...]:
         """Arguments of a forward pass that does nothing: of a rank that has no work while others have."""
-        batch = self._pack(Context(), TokenSplit.unlearned((self.processor.tokenizer.bos_id,)))
+        batch = self._pack([Context()], TokenSplit.unlearned((self.processor.tokenizer.bos_id,)))
         return (batch, batch.flow_noise, 0.0) if method == "velocity" else (batch,)
 
     def _draw(
         self,
-        contexts: Contexts,
+        contexts: Sequence[Contexts],
         size: Sequence[int],
         flow: FlowSettings,
-        seed: int,
+        seeds: Sequence[int],
         *,
         on_step: OnStep | None = None,
         on_picture: OnPicture | None = None,
-    ) -> Image.Image:
+    ) -> list[Image.Image]:
         grid = image_grid(self.processor, size)
 
         def report(t: float, x_LC: Tensor, v_LC: Tensor) -> None:
@@ -232,8 +245,9 @@ class InterleaveInferencer:
                 on_picture(t, to_picture(self.decode(x_LC - t * v_LC, grid)))
 
         width = self.processor.latent_channels * self.processor.latent_patch_size**2
-        noise_LC = torch.randn(grid[0] * grid[1], width, generator=generator(seed, 0, "draw"))
-        return to_picture(self.decode(self.denoise(contexts, noise_LC, grid, flow=flow, on_step=report), grid))
+        noise_LC = [torch.randn(grid[0] * grid[1], width, generator=generator(seed, 0, "draw")) for seed in seeds]
+        latents_LC = self.denoise(contexts, torch.cat(noise_LC), grid, flow=flow, on_step=report)
+        return [to_picture(self.decode(each, grid)) for each in latents_LC.chunk(len(seeds))]
 
     def _add_text(self, contexts: Contexts, text: str) -> None:
         ids = self.processor.tokenizer.encode(text)
@@ -275,17 +289,18 @@ class InterleaveInferencer:
 
     def _extend(self, context: Context, split: LoadedSplit) -> Tensor:
         """Add one split; returns the logits ``[1, vocabulary]`` of what follows it."""
-        batch = self._pack(context, split)
+        batch = self._pack([context], split)
         is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
         attend = context.cache.attend(causal=is_text, keep=True)
         logits: Tensor = self.model.next_token_logits(batch, attend=attend)
         context.position = int(batch.position_ids[-1]) + 1
         return logits
 
-    def _pack(self, context: Context, split: LoadedSplit) -> PackedBatch:
-        batch = pack_documents([[split]], self.processor)
-        batch = replace(batch, position_ids=batch.position_ids + context.position)
-        return batch.to(device_of(self.model))
+    def _pack(self, contexts: Sequence[Context], split: LoadedSplit) -> PackedBatch:
+        """The same split after each of these contexts."""
+        batch = pack_documents([[split]] * len(contexts), self.processor)
+        begin = torch.tensor([context.position for context in contexts])[batch.document_ids]
+        return replace(batch, position_ids=batch.position_ids + begin).to(device_of(self.model))
 
     @torch.no_grad()
     def write(
@@ -300,34 +315,38 @@ class InterleaveInferencer:
         """Ids that follow the context, which stays as it is. As in the public code the begin token comes first and
         counts (``first`` replaces it); the end token is left out.
         """
-        tokenizer, context = self.processor.tokenizer, context.copy()
-        choose = chooser(sampling, [seed])
-        ids: list[int] = []
-        token = tokenizer.bos_id if first is None else first
-        while len(ids) < max_length:
-            ids.append(token)
-            [token] = choose(self._extend(context, TokenSplit.unlearned((token,))), [0])
-            if token == tokenizer.eos_id:
-                break
-        return ids
+        tokenizer = self.processor.tokenizer
+        first = tokenizer.bos_id if first is None else first
+        [ids] = continue_prompts(
+            self.model,
+            self.processor,
+            [[TokenSplit.unlearned((first,))]],
+            max_new_tokens=max_length,
+            choose=chooser(sampling, [seed]),
+            cache=context.cache.copy(),
+            begin=context.position,
+        )
+        return [first, *(i for i in ids if i != tokenizer.eos_id)][:max_length]
 
     @torch.no_grad()
     def denoise(
         self,
-        contexts: Contexts,
+        contexts: Contexts | Sequence[Contexts],
         noise_LC: Tensor,
         grid: tuple[int, int],
         *,
         flow: FlowSettings,
         on_step: OnStep | None = None,
     ) -> Tensor:
-        """Euler steps from noise to latent patches ``[L, C]``."""
-        template = noise_image(self.processor, grid)
-        own = (contexts.full, contexts.without_text, contexts.without_image)
-        batches = [self._pack(context, template) for context in own]
+        """Euler steps from noise to latent patches ``[L, C]``; those of several conversations follow each other."""
+        several = [contexts] if isinstance(contexts, Contexts) else contexts
+        views = [(one.full, one.without_text, one.without_image) for one in several]
+        own, template = [*zip(*views, strict=True)], noise_image(self.processor, grid)
+        batches = [self._pack(each, template) for each in own]
+        has_text_alone = all(full.is_equal(without_image) for full, _, without_image in views)
 
         def velocity(which: int, x_LC: Tensor, t: float) -> Tensor:
-            attend = own[which].cache.attend(causal=False, keep=False)
+            attend = _attend_apart(batches[which], [each.cache for each in own[which]])
             v_LC: Tensor = self.model.velocity(batches[which], x_LC, t, attend=attend)
             return v_LC
 
@@ -335,8 +354,11 @@ class InterleaveInferencer:
         for t, following in steps(flow):
             v = velocity(0, x_LC, t)
             if flow.guides(t):
-                image = velocity(2, x_LC, t) if flow.image_scale > 1.0 else None
-                v = guide(v, velocity(1, x_LC, t), image, flow)
+                image = None if flow.image_scale <= 1.0 else v if has_text_alone else velocity(2, x_LC, t)
+                number, plain = len(several), velocity(1, x_LC, t)
+                images = [None] * number if image is None else image.chunk(number)
+                triples = zip(v.chunk(number), plain.chunk(number), images, strict=True)
+                v = torch.cat([guide(*each, flow) for each in triples])
             if on_step is not None:
                 on_step(t, x_LC, v)
             x_LC = x_LC - (t - following) * v
@@ -347,3 +369,20 @@ class InterleaveInferencer:
         """Latent patches -> image ``[C, H, W]`` in about [-1, 1]."""
         image: Tensor = self.model.vae.decode(unpatchify_latent(x_LC, grid, self.processor.latent_patch_size)[None])[0]
         return image
+
+
+def _attend_apart(batch: PackedBatch, caches: Sequence[KVCache]) -> Attend:
+    """Attention of documents, each on top of its own cache, exactly as alone; tokens are in expert order."""
+    attends = [cache.attend(causal=False, keep=False) for cache in caches]
+    if len(attends) == 1:
+        return attends[0]
+    document_T = batch.document_ids[torch.cat([batch.text_index, batch.vit_index, batch.latent_index])]
+    rows = [(document_T == number).nonzero().flatten() for number in range(len(attends))]
+
+    def attend(*qkv_THE: Tensor) -> Tensor:
+        out_THE = torch.empty_like(qkv_THE[0])
+        for one, index in zip(attends, rows, strict=True):
+            out_THE[index] = one(*(x[index] for x in qkv_THE))
+        return out_THE
+
+    return attend

@@ -1,9 +1,5 @@
-"""Draw images from prompts and read images into text, many documents per forward pass.
-
-A document that is drawn is ``[prompt][noise image]``; its unguided counterpart is ``[noise image]``, which training
-with dropped prompts has taught the model. Each Euler step computes both velocities. Reading is greedy. The whole
-document is recomputed at each step: right for short documents, and the same attention rules as in training.
-"""
+"""The parts of drawing: time steps, guidance, the image that is drawn; and reading images into text, many documents in
+each forward pass, without a cache."""
 
 from __future__ import annotations
 
@@ -16,15 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import patchify
 from unigen_ds.data.samples.sample import LoadedSplit
-from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TextSplit, TokenSplit
+from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
-from unigen_ds.inference.answers import continue_prompts, device_of
-from unigen_ds.models.flow import sampling_timesteps, unpatchify_latent
-from unigen_ds.system.seeding import generator
+from unigen_ds.inference.answers import continue_prompts
+from unigen_ds.models.flow import sampling_timesteps
 
 
 def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: FlowSettings) -> Tensor:
@@ -42,42 +36,6 @@ def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: F
     if flow.renorm in ("global", "channel"):
         velocity = shrink(velocity, None if flow.renorm == "global" else -1)
     return velocity
-
-
-@torch.no_grad()
-def draw(
-    model: Any,
-    processor: UnifiedProcessor,
-    prompts: Sequence[str],
-    *,
-    size: Sequence[int],
-    flow: FlowSettings,
-    seed: int,
-) -> list[Tensor]:
-    """One image ``[channels, height, width]`` in about [-1, 1] per prompt. ``size`` = (height, width) in pixels. The
-    first noise of image i depends on (seed, i) alone, not on how many are drawn together.
-    """
-    grid = image_grid(processor, size)
-    width = processor.latent_channels * processor.latent_patch_size**2
-    target = noise_image(processor, grid)
-    device = device_of(model)
-    texts = [TextSplit(tuple(processor.tokenizer.encode(prompt)), loss=False) for prompt in prompts]
-    with_text = pack_documents([[text, target] for text in texts], processor).to(device)
-    without_text = pack_documents([[target]] * len(prompts), processor).to(device)
-    x_LC = torch.cat(
-        [torch.randn(grid[0] * grid[1], width, generator=generator(seed, i, "draw")) for i in range(len(prompts))]
-    ).to(device)
-    for t, following in steps(flow):
-        v_LC = model.velocity(with_text, x_LC, t)
-        if flow.guides(t):
-            plain = model.velocity(without_text, x_LC, t).chunk(len(prompts))
-            pairs = zip(v_LC.chunk(len(prompts)), plain, strict=True)
-            v_LC = torch.cat([guide(v, without, None, flow) for v, without in pairs])
-        x_LC = x_LC - (t - following) * v_LC
-    return [
-        model.vae.decode(unpatchify_latent(part, grid, processor.latent_patch_size)[None])[0]
-        for part in x_LC.chunk(len(prompts))
-    ]
 
 
 def steps(flow: FlowSettings) -> list[tuple[float, float]]:
