@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.data.support import write_jsonl
+from tests.data.support import talk, text, write_jsonl
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.data.text.tokenizers import WordTokenizer
@@ -79,6 +79,11 @@ def words(number: int, first: int = 0) -> str:
 
 def count_up(number: int) -> list[dict[str, str]]:
     return [{"text": words(2 + i % 12, i)} for i in range(number)]
+
+
+def talks(number: int, *, answer: int = 5) -> list[dict[str, Any]]:
+    """Conversations of a question of three words and an answer."""
+    return [talk(text("user", words(3, k)), text("assistant", words(answer, k))) for k in range(number)]
 
 
 def counting_recipe(folder: Path, number: int) -> dict[str, Any]:

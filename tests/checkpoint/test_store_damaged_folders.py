@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.checkpoint.support import make_manifest, save
+from tests.end_to_end.robustness.cases import nodes
 from tools.checkpoints import main
 from unigen_ds.checkpoint import listing, store
 from unigen_ds.checkpoint.manifest import FILE_NAME
@@ -74,13 +74,6 @@ def test_a_manifest_that_is_none_is_passed_over(work_dir, name, capsys):
     assert main(["verify", str(work_dir)]) == 1
     assert main(["show", str(work_dir)]) == 0
     assert "iter_12.pth" in capsys.readouterr().out
-
-
-def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from nodes(inner, (*path, key))
 
 
 def sign(state: dict[str, Any]) -> bytes:

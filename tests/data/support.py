@@ -98,6 +98,15 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
     return path
 
 
+def write_parquet(path: Path, records: list[Any], **more: Any) -> Path:
+    import pyarrow as pa  # here: not every test needs it
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(records), path, **more)
+    return path
+
+
 def mixed_records(folder: Path, number: int) -> list[Any]:
     sizes = [(8, 8), (16, 24), (32, 16)]
     for k, (w, h) in enumerate(sizes):

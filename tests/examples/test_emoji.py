@@ -21,6 +21,7 @@ from unigen_ds.families.base import family_of
 from unigen_ds.inference.generated import to_picture
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import load_config
+from unigen_ds.system.journals import read_lines
 
 TINY: dict[str, Any] = {
     "model.llm.hidden_size": 32,
@@ -158,7 +159,7 @@ def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pyt
     assert results["flow"]["num_timesteps"] == 2
     for name in ("samples.png", "previews/2.png"):
         assert (tmp_path / "whole" / name).is_file(), name
-    evaluations = [line for line in metrics(tmp_path / "whole") if line.get("event") == "evaluation"]
+    evaluations = [line for line in read_lines(tmp_path / "whole/metrics.jsonl") if line.get("event") == "evaluation"]
     assert evaluations[-1]["val/emoji_error"] >= 0 and {"val/loss/image/emoji_edit_val"} <= evaluations[-1].keys()
 
     Runner.from_cfg(tiny_config(tmp_path / "cut", root), max_updates=2).train()
@@ -168,12 +169,8 @@ def test_a_run_ends_with_its_report(root: Path, tmp_path: Path, monkeypatch: pyt
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def metrics(work_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (work_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(work_dir: Path) -> list[float]:
-    return [line["loss"] for line in metrics(work_dir) if "loss" in line]
+    return [line["loss"] for line in read_lines(work_dir / "metrics.jsonl") if "loss" in line]
 
 
 def test_the_autoencoder_keeps_what_makes_an_emoji(classifier: EmojiClassifier, root: Path) -> None:

@@ -1,14 +1,12 @@
-"""Splits of an update, what a change of the effective batch does to the learning rate, and the plans of memory."""
+"""Splits of an update, and the plans of memory."""
 
 from __future__ import annotations
-
-import pytest
 
 from unigen_ds.backends.deepspeed.deepspeed import DeepSpeedBackend
 from unigen_ds.backends.single import SingleBackend
 from unigen_ds.core.progress import Geometry
 from unigen_ds.data.settings import TrainDataloader
-from unigen_ds.resume.geometry import equal_geometries, geometries_text, lr_factor, memory_plans
+from unigen_ds.resume.geometry import equal_geometries, geometries_text, memory_plans
 
 
 def test_every_cut_keeps_the_total_and_the_smallest_memory_is_first():
@@ -25,12 +23,6 @@ def test_an_indivisible_total_names_the_nearest():
     assert "256 cannot be split over 3 processes; the nearest effective batches are 255 and 258" in text
     assert "1 x 128, 2 x 64" in geometries_text(256, 2)
     assert geometries_text(256, 1).endswith("64 x 4, 128 x 2 and 1 more")
-
-
-@pytest.mark.parametrize(("choice", "factor"), [("keep-lr", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
-def test_the_learning_rate_follows_the_choice(choice, factor):
-    assert lr_factor(choice, was=256, now=128) == pytest.approx(factor)
-    assert lr_factor(choice, was=256, now=256) == 1.0
 
 
 SOURCE = {"type": "DatasetAdapter", "dataset": []}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 from PIL import Image
 
 from tests.data.support import write_jsonl
-from tests.data.text.chat_support import NANOVLM, character_tokenizer
+from tests.data.text.chat_support import write_nanovlm
 from tests.support.processes import ranks
-from tests.text_run import text_config, words
+from tests.text_run import evaluations, text_config, words
 from tools import evaluate as tool
 from tools.evaluate import main
 from unigen_ds.checkpoint.convert import merge
@@ -25,7 +24,6 @@ from unigen_ds.evaluation.jobs.lmms_eval import TASKS
 from unigen_ds.evaluation.metrics import Metric
 from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.runner import Runner
-from unigen_ds.system.journals import read_lines
 
 TURNS = (("user", 3), ("assistant", 5))
 
@@ -56,11 +54,6 @@ def config(folder: Path, **overrides: Any) -> Any:
     return text_config(folder, records(0, 40), **{**options, **overrides})
 
 
-def evaluations(folder: Path) -> dict[int, dict[str, Any]]:
-    lines = read_lines(folder / "run" / "metrics.jsonl")
-    return {line["update"]: line for line in lines if line.get("event") == "evaluation"}
-
-
 def values(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     lines = capsys.readouterr().out.splitlines()
     return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("val/"))}
@@ -70,7 +63,8 @@ def values(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
 def test_the_values_are_the_hooks_to_the_last_bit(run_dir, capsys, update):
     assert main([str(run_dir / "run" / f"iter_{update}.pth")]) == 0
     results = values(capsys)
-    assert results == {name: value for name, value in evaluations(run_dir)[update].items() if name.startswith("val/")}
+    (line,) = (line for line in evaluations(run_dir) if line["update"] == update)
+    assert results == {name: value for name, value in line.items() if name.startswith("val/")}
     assert {"val/loss", "val/loss/text"} <= set(results)
 
 
@@ -181,10 +175,7 @@ def test_how_the_model_answers_is_the_hooks_generation(run_dir, capsys, tmp_path
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    character_tokenizer().save_pretrained(tmp_path / "published")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(NANOVLM / name, tmp_path / "published" / name)
-    return tmp_path / "published"
+    return write_nanovlm(tmp_path / "published")
 
 
 def test_a_published_directory(directory, capsys, tmp_path):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.data.support import image, picture, talk, text, write_jsonl
-from tests.data.text.chat_support import character_tokenizer
+from tests.data.text.chat_support import write_nanovlm
 from tests.end_to_end.models.test_vlm_run import losses
 from tests.families.tiny_transformers import write_images, write_language
 from tests.published_run import write_bagel
-from tests.support.golden_files import NANOVLM
 from tests.support.needs import slow
 from tools.init import main
 from tools.train import main as train
@@ -44,9 +42,7 @@ def write_inputs(root: Path) -> None:
         write(root / name, name)
         change_a_norm(root / name / "model.safetensors")
     write_bagel(root / "bagel")
-    character_tokenizer().save_pretrained(root / "nanovlm")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(NANOVLM / name, root / "nanovlm" / name)
+    write_nanovlm(root / "nanovlm")
     write_jsonl(root / "chats.jsonl", CHATS)
     for i in range(40):
         picture(root / "pictures" / f"{i}.png", 32, 16, seed=i)

@@ -46,14 +46,6 @@ def test_epochs_and_seeds_have_their_own_order() -> None:
     assert len(set(rows)) == 4, "the order of the sources also differs between epochs"
 
 
-def test_any_slice_is_a_slice_of_the_whole() -> None:
-    order = GlobalOrder([30, 11], [1.0, 5.0], seed=4)
-    whole = order.draws(2, 0, 41)
-    for start in range(0, 41, 5):
-        for stop in range(start, 42, 7):
-            assert order.draws(2, start, min(stop, 41)) == whole[start : min(stop, 41)]
-
-
 def test_shares() -> None:
     assert shares(10, [1, 1]) == [5, 5]
     assert shares(10, [2, 1]) == [7, 3]

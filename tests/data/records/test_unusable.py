@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from docs.samples import make
-from tests.data.support import make_processor, picture, write_jsonl
+from tests.data.support import make_processor, picture, write_jsonl, write_parquet
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
 from unigen_ds.config.overrides import plain_values
@@ -78,10 +76,10 @@ def test_a_renamed_key_and_captions_decide_what_is_used(tmp_path: Path) -> None:
     picture(tmp_path / "1.png", 8, 8)
     record = {"image": "1.png", "caption": "one", "text": "this is two"}
     data = write_jsonl(tmp_path / "rows.jsonl", [record])
-    pq.write_table(pa.Table.from_pylist([record, {"text": "alone"}]), tmp_path / "rows.parquet")
+    parquet = write_parquet(tmp_path / "rows.parquet", [record, {"text": "alone"}])
     drawings = UnifiedGenerationDataset(data, make_processor(), captions="generate")
     assert count_unused(drawings) == {words("text", "caption"): 1}
-    assert count_unused(UnifiedGenerationDataset(tmp_path / "rows.parquet", make_processor())) == count_unused(drawings)
+    assert count_unused(UnifiedGenerationDataset(parquet, make_processor())) == count_unused(drawings)
     other = UnifiedGenerationDataset(data, make_processor(), columns={"text": "long"})
     assert not count_unused(other) and other.turns(0)[0].value == "one"
 

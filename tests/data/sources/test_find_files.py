@@ -11,12 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from docs.samples import make
-from tests.data.support import make_processor, picture, write_jsonl
+from tests.data.support import make_processor, picture, write_jsonl, write_parquet
 from tests.end_to_end.data.own_format import WordsSource
 from unigen_ds.config.registry import SOURCES
 from unigen_ds.core.errors import ConfigError, DataError
@@ -41,12 +39,6 @@ def where(dataset: UnifiedGenerationDataset, number: int) -> str:
 
 def dataset(path: Any, **more: Any) -> UnifiedGenerationDataset:
     return UnifiedGenerationDataset(path, make_processor(), **more)
-
-
-def write_parquet(path: Path, records: list[dict[str, Any]], **more: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records), path, **more)
-    return path
 
 
 def capture_warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -38,3 +40,11 @@ def character_tokenizer(template: str = CONFIG["lm_chat_template"]) -> PreTraine
     inner.decoder = Fuse()  # type: ignore[assignment]
     inner.add_special_tokens([AddedToken(t, special=True) for t in vocabulary if len(t) > 1])
     return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=template, eos_token="<|im_end|>")
+
+
+def write_nanovlm(folder: Path, template: str = CONFIG["lm_chat_template"]) -> Path:
+    """The golden model as a published directory."""
+    character_tokenizer(template).save_pretrained(folder)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(NANOVLM / name, folder / name)
+    return folder

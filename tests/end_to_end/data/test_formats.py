@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from docs.samples import make
 from docs.samples.make import WORDS
-from tests.data.support import write_jsonl
+from tests.data.support import write_jsonl, write_parquet
 from tests.support.processes import ROOT, ranks
 from tests.tiny import tiny_config
 from tools.inspect_data import main as inspect_data
@@ -47,11 +45,6 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "samples"
     shutil.copytree(SAMPLES, folder, ignore=shutil.ignore_patterns(".unigen_index"))
     return folder
-
-
-def write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(records), path)
 
 
 def source(path: Any, **more: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.data.support import picture, talk, text, write_jsonl
-from tests.end_to_end.evaluation.test_validation import assert_same_training
+from tests.end_to_end.evaluation.test_validation import assert_same_training, training
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data as vlm_data  # noqa: F401 - a fixture
 from tests.end_to_end.own_parts.test_own_family import config as regression_config
@@ -31,7 +31,6 @@ from unigen_ds.evaluation.provenance import read_results
 from unigen_ds.hooks.base import Hook, Run
 from unigen_ds.report.reading import read_work_dir
 from unigen_ds.runner import Runner
-from unigen_ds.system.journals import read_lines
 
 WORDS = ("zero", "one", "two", "three")
 
@@ -107,11 +106,6 @@ def text_run(
     folder.mkdir(exist_ok=True)
     config = text_config(folder, data or records(), custom_hooks=list(hooks), **settings)
     return Runner.from_cfg(config, max_updates=stops)
-
-
-def training(folder: Path) -> list[tuple[Any, ...]]:
-    lines = [line for line in read_lines(folder / "run" / "metrics.jsonl") if "event" not in line]
-    return [(line["update"], line["loss"], line["grad_norm"]) for line in lines]
 
 
 # --- what they are ----------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.data.support import write_jsonl
-from tests.end_to_end.evaluation.test_metrics import evaluating, records, text_run, training
-from tests.end_to_end.evaluation.test_validation import KillOnce  # noqa: F401 - registers it
+from tests.end_to_end.evaluation.test_metrics import evaluating, records, text_run
+from tests.end_to_end.evaluation.test_validation import KillOnce, training  # noqa: F401 - registers it
 from tests.support.processes import ROOT, run
 from tests.text_run import evaluations
 from tools.evaluate import main as evaluate

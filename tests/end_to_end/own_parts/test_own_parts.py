@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.text_run import KeepBatches
 from tests.tiny import tiny_config
 from unigen_ds.config.registry import TRANSFORMS
-from unigen_ds.core.batch import PackedBatch
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -33,36 +33,27 @@ class Negative:
         return -image
 
 
-class Watcher(Hook):
-    """Keeps the batches."""
-
-    def __init__(self, *, sleep_s: float = 0.0) -> None:
-        self.sleep_s = sleep_s
-        self.batches: list[PackedBatch] = []
-
-    def before_train_iter(self, run: Run, index: int, batch: PackedBatch) -> None:
-        self.batches.append(batch)
-
+class SlowHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        time.sleep(self.sleep_s)
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
 class Training:
     runner: Runner
-    watcher: Watcher
+    watcher: KeepBatches
 
     @property
     def lines(self) -> list[dict[str, Any]]:
         return [line for line in read_lines(self.runner.work_dir / "metrics.jsonl") if "loss" in line]
 
 
-def train(work_dir: Path, data: Path, *, updates: int = UPDATES, sleep_s: float = 0.0, **changes: Any) -> Training:
-    watch = {"type": Watcher, "sleep_s": sleep_s}
-    options = {"param_scheduler": [], "train_dataloader__batch_size": 4, "custom_hooks": [watch], **changes}
+def train(work_dir: Path, data: Path, *hooks: Any, updates: int = UPDATES, **changes: Any) -> Training:
+    custom_hooks = [{"type": "KeepBatches"}, *hooks]
+    options = {"param_scheduler": [], "train_dataloader__batch_size": 4, "custom_hooks": custom_hooks, **changes}
     runner = Runner.from_cfg(tiny_config(work_dir, data, **options), max_updates=updates)
     runner.train()
-    return Training(runner, next(hook for hook in runner.hooks if isinstance(hook, Watcher)))
+    return Training(runner, next(hook for hook in runner.hooks if isinstance(hook, KeepBatches)))
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +117,6 @@ def test_low_precision_keeps_fp32_masters_and_resumes_bit_equal(tmp_path: Path, 
 
 
 def test_a_slow_hook_is_named_once(tmp_path: Path, digits: Path) -> None:
-    train(tmp_path, digits, updates=56, sleep_s=0.02, train_dataloader__batch_size=1)
+    train(tmp_path, digits, {"type": SlowHook}, updates=56, train_dataloader__batch_size=1)
     log = (tmp_path / "train.log").read_text()
     assert log.count("of the time is other") == 1 and "slow hooks" in log

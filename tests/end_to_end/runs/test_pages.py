@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import picture
-from tests.data.text.chat_support import character_tokenizer
+from tests.data.text.chat_support import write_nanovlm
 from tests.end_to_end.engines.jobs.users import write_parts
 from tests.support.golden_files import BAGEL, NANOVLM
 from tests.support.processes import ROOT, ranks
@@ -153,12 +153,6 @@ def write_part(part: str, folder: Path) -> None:
         words(part).save_pretrained(str(folder))
 
 
-def write_nanovlm(folder: Path) -> None:
-    character_tokenizer("{% if messages %}a{% endif %}" + TEMPLATE).save_pretrained(folder)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(NANOVLM / name, folder / name)
-
-
 DOWNLOADED = {
     "ByteDance-Seed/BAGEL-7B-MoT": write_bagel,
     "Qwen/Qwen2.5-0.5B-Instruct": lambda folder: write_part("llm", folder),
@@ -166,7 +160,7 @@ DOWNLOADED = {
     "black-forest-labs/FLUX.1-schnell": lambda folder: shutil.copyfile(
         BAGEL / "ae.safetensors", folder / "ae.safetensors"
     ),
-    "lusxvr/nanoVLM-230M-8k": write_nanovlm,
+    "lusxvr/nanoVLM-230M-8k": lambda folder: write_nanovlm(folder, "{% if messages %}a{% endif %}" + TEMPLATE),
 }
 """What stands for a repository of the hub."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.text.chat_support import NANOVLM, character_tokenizer
+from tests.data.text.chat_support import write_nanovlm
 from tests.end_to_end.models.test_vlm_run import config as vlm_config
 from tests.end_to_end.models.test_vlm_run import data as pictures  # noqa: F401 - a fixture
 from tests.end_to_end.resume.other_trainers.test_reading import config as text_config
@@ -46,11 +46,7 @@ def decoder(folder: Path, data: dict) -> Any:  # noqa: F811
 
 
 def vlm(folder: Path, pictures: Path) -> Any:  # noqa: F811
-    source = folder / "source"
-    source.mkdir()
-    character_tokenizer().save_pretrained(source)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(NANOVLM / name, source / name)
+    source = write_nanovlm(folder / "source")
     cfg = vlm_config(pictures, folder / "run")
     cfg.model = {"type": "VLM", "pretrained": str(source)}
     cfg.tokenizer = {**cfg.tokenizer, "path": str(source)}

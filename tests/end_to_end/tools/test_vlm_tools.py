@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.data.support import picture
-from tests.data.text.chat_support import NANOVLM, character_tokenizer
+from tests.data.text.chat_support import write_nanovlm
 from tests.end_to_end.models.test_vlm_run import config, data  # noqa: F401 - a fixture
 from tools.export import main as export
 from tools.generate import main as generate
@@ -35,11 +35,7 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:  # noqa
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
-    character_tokenizer().save_pretrained(folder)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(NANOVLM / name, folder / name)
-    return folder
+    return write_nanovlm(tmp_path_factory.mktemp("published"))
 
 
 def answer_of(model: Path, out: Path, *words: str) -> str:

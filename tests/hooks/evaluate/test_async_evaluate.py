@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.support import processes
 from tests.support.processes import ENVIRONMENT, ROOT
-from tests.text_run import log, text_config, words
+from tests.text_run import log, talks, text_config
 from unigen_ds.checkpoint.home import RUN
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import HOOKS
@@ -104,15 +104,10 @@ def script(tmp_path: Path) -> str:
 def config(
     folder: Path, command: Any, *, updates: int, wait: tuple[int, ...] = (), without: bool = False, **hook: Any
 ) -> Any:
-    turns = (("user", 3), ("assistant", 5))
-    records = [
-        {"conversations": [{"role": role, "type": "text", "content": words(number, k)} for role, number in turns]}
-        for k in range(40)
-    ]
     own = {key: hook.pop(key) for key in list(hook) if "__" in key or key in ("resume", "train_cfg", "custom_hooks")}
     options = {"interval": 2, "unit": "update", "poll_seconds": 0, **hook}
     evaluate = [] if without else [{"type": "AsyncEvaluateHook", "command": command, **options}]
-    return text_config(folder, records, **{
+    return text_config(folder, talks(40), **{
         "train_cfg": {"max_updates": updates},
         "default_hooks__checkpoint": {"interval": 1, "by_epoch": False, "max_keep_ckpts": 1},
         "custom_hooks": [{"type": "WaitHook", "updates": list(wait)}, *evaluate],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.text_run import log, text_config, words
+from tests.text_run import log, talks, text_config
 from tools.evaluate import main
 from unigen_ds.config.registry import METRICS, MODELS
 from unigen_ds.core.errors import ConfigError, ResumeBlocked
@@ -19,10 +19,7 @@ from unigen_ds.evaluation.metrics.text_metrics import BLEU
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings.tree import Settings
 
-TURNS = (("user", 3), ("assistant", 5))
-RECORDS: list[Any] = [
-    {"conversations": [{"role": role, "type": "text", "content": words(n, k)} for role, n in TURNS]} for k in range(24)
-]
+RECORDS = talks(24)
 OWN_VALIDATION = {"split": 0.3, "batch_size": 4}
 SPLIT_LINE = "set val_dataloader.split back to 0.3 \\(seed 1\\); restore the data"
 

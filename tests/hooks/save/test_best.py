@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.support import write_jsonl
-from tests.text_run import text_config, words
+from tests.text_run import talks, text_config
 from tools.checkpoints import main
 from unigen_ds.checkpoint import saver
 from unigen_ds.checkpoint.best_record import BEST_FILE, best_of
@@ -50,12 +50,7 @@ def config(folder: Path, values: list[Any], *, hooks: tuple[dict[str, Any], ...]
         "default_hooks__checkpoint": {"interval": 2, "by_epoch": False, "max_keep_ckpts": 1},
         "custom_hooks": [{"type": "ScriptedEvaluation", "values": values}, {"type": BestHook, **best}, *hooks],
     }
-    turns = (("user", 3), ("assistant", 5))
-    records = [
-        {"conversations": [{"role": role, "type": "text", "content": words(number, k)} for role, number in turns]}
-        for k in range(40)
-    ]
-    return text_config(folder, records, **{**options, **overrides})
+    return text_config(folder, talks(40), **{**options, **overrides})
 
 
 def run(folder: Path, values: list[Any], **overrides: Any) -> Runner:
@@ -235,10 +230,7 @@ def test_when_it_ends(tmp_path, arguments, values, updates):
 def evaluate_run(folder: Path, *, num_held_out: int = 3, monitor: str = "val/loss", **overrides: Any) -> int:
     """Updates after a run whose evaluations never are better than the first one by ``min_delta``."""
     folder.mkdir(exist_ok=True)
-    turns = (("user", 3), ("assistant", 2))
-    talks = [[{"role": role, "type": "text", "content": words(n, k)} for role, n in turns] for k in range(num_held_out)]
-    records = [{"conversations": turns} for turns in talks]
-    data = write_jsonl(folder / f"held{num_held_out}.jsonl", records)
+    data = write_jsonl(folder / f"held{num_held_out}.jsonl", talks(num_held_out, answer=2))
     source = {"type": "UnifiedGenerationDataset", "data_path": str(data), "name": "held"}
     evaluate = {"type": "EvaluateHook", "interval": 1, "unit": "update", "save_best": monitor, "rule": "less",
                 "metrics": ["ExactMatch"], "generation": {"max_new_tokens": 1}}  # fmt: skip

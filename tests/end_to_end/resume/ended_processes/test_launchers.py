@@ -33,25 +33,20 @@ UPDATES = 3
 TRAIN = str(ROOT / "tools" / "train.py")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
-def written_config(folder: Path, data: Path, **overrides: object) -> str:
+def written_config(folder: Path, digits: Path, **overrides: object) -> str:
     """A config file: eight sequences an update in two processes."""
     options = {"train_dataloader__batch_size": 2, "optim_wrapper__accumulative_counts": 2, "param_scheduler": []}
-    config = tiny_config(folder, data, **options, **overrides)
+    config = tiny_config(folder, digits, **options, **overrides)
     path = folder / "given.py"
     path.write_text(config_text(config.to_dict()), encoding="utf-8")
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory, data) -> list[float]:
+def losses(tmp_path_factory, digits) -> list[float]:
     """The same training in one process."""
     folder = tmp_path_factory.mktemp("single")
-    config = tiny_config(folder, data, train_dataloader__batch_size=8, param_scheduler=[])
+    config = tiny_config(folder, digits, train_dataloader__batch_size=8, param_scheduler=[])
     Runner.from_cfg(config, max_updates=UPDATES).train()
     return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
 
@@ -89,11 +84,11 @@ def script(name: str, *arguments: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory, data, losses, python) -> Path:
+def two_nodes(tmp_path_factory, digits, losses, python) -> Path:
     """The work dir of a run on two nodes, whose checkpoints are elsewhere and of both forms."""
     folder = tmp_path_factory.mktemp("nodes")
     saving = {"checkpoint_dir": str(folder / "elsewhere" / "checkpoints"), "default_hooks__checkpoint__form": "both"}
-    config = written_config(folder, data, world_size=2, optim_wrapper__precision="fp32", **saving)
+    config = written_config(folder, digits, world_size=2, optim_wrapper__precision="fp32", **saving)
     command = script("train_torchrun.sh", config, "--backend", "fsdp", "--max-updates", str(UPDATES))
     environment = {"num_nodes": "2", "master_addr": "127.0.0.1", "master_port": str(free_port()), "nproc_per_node": "1"}
     environment |= {"PYTHON": python, "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO"}
@@ -131,7 +126,7 @@ def test_every_tool_finds_the_checkpoints_by_the_work_dir(two_nodes, tmp_path, c
     assert open_model(two_nodes)[0].vocab_size == open_model(home / "iter_6.pth" / "full")[0].vocab_size
 
 
-def test_a_run_goes_on_from_the_consolidated_files(two_nodes, tmp_path, data):
+def test_a_run_goes_on_from_the_consolidated_files(two_nodes, tmp_path, digits):
     """By one process, in a copy of the run: the work dir and its checkpoints were moved, and both files say so."""
     work_dir, home = tmp_path / "run", tmp_path / "run" / "checkpoints"
     shutil.copytree(two_nodes, work_dir, ignore=shutil.ignore_patterns("elsewhere"))
@@ -139,7 +134,7 @@ def test_a_run_goes_on_from_the_consolidated_files(two_nodes, tmp_path, data):
     (home / "work_dir.txt").unlink()
     (work_dir / "checkpoint_dir.txt").write_text(f"{home}\n")
     one = {"train_dataloader__batch_size": 8, "param_scheduler": [], "checkpoint_dir": str(home)}
-    config = tiny_config(work_dir, data, **one, resume=str(home / "iter_6.pth" / "full"))
+    config = tiny_config(work_dir, digits, **one, resume=str(home / "iter_6.pth" / "full"))
     progress = Runner.from_cfg(config, max_updates=UPDATES + 1).train()
     assert progress.updates == UPDATES + 1
     manifests = {one.path.name: one.manifest for one in list_checkpoints(home)}
@@ -149,19 +144,19 @@ def test_a_run_goes_on_from_the_consolidated_files(two_nodes, tmp_path, data):
     assert "Continuity: the last update's losses are the recorded ones" in log
 
 
-def test_torchrun_starts_the_processes_of_one_node(tmp_path, data, losses, python):
+def test_torchrun_starts_the_processes_of_one_node(tmp_path, digits, losses, python):
     """``torchrun --nproc_per_node=2 tools/train.py ... --backend fsdp``, as FSDP trainers document it."""
-    arguments = [written_config(tmp_path, data), "--backend", "fsdp:FULL_SHARD", "--max-updates", str(UPDATES)]
+    arguments = [written_config(tmp_path, digits), "--backend", "fsdp:FULL_SHARD", "--max-updates", str(UPDATES)]
     assert_trained(tmp_path, together(agents(1, arguments, per_node=2, python=python), [{}]), losses)
     log = (tmp_path / "train.log").read_text(encoding="utf-8")
     assert "FSDP2 FULL_SHARD (2 shard(s)) over 2 process(es)" in log
     assert re.search(r"rank 0: [\d,]+ \(5\d\.\d %\), rank 1: [\d,]+ \(4\d\.\d %\)", log)
 
 
-def test_the_deepspeed_launcher(tmp_path, data, losses, python):
+def test_the_deepspeed_launcher(tmp_path, digits, losses, python):
     """Of two hosts of a hostfile, started without ssh."""
     (tmp_path / "hosts.txt").write_text("node-a slots=1\nnode-b slots=1\n")
-    arguments = [written_config(tmp_path, data), "--backend", "deepspeed:zero2", "--max-updates", str(UPDATES)]
+    arguments = [written_config(tmp_path, digits), "--backend", "deepspeed:zero2", "--max-updates", str(UPDATES)]
     environment = {"hostfile": str(tmp_path / "hosts.txt"), "master_addr": "127.0.0.1", "master_port": str(free_port())}
     nodes = [{**environment, "PYTHON": python, "node_rank": str(rank)} for rank in range(2)]
     assert_trained(tmp_path, together([script("train_deepspeed.sh", *arguments)] * 2, nodes), losses)
@@ -187,10 +182,10 @@ class TimeLimitHook(Hook):
 """
 
 
-def signalled_config(folder: Path, data: Path) -> str:
+def signalled_config(folder: Path, digits: Path) -> str:
     (folder / "time_limit.py").write_text(SIGNALLED, encoding="utf-8")
     imports = {"imports": ["unigen_ds.examples.digits", "time_limit"]}
-    return written_config(folder, data, custom_imports=imports, custom_hooks=[{"type": "TimeLimitHook"}])
+    return written_config(folder, digits, custom_imports=imports, custom_hooks=[{"type": "TimeLimitHook"}])
 
 
 SRUN = """#!/usr/bin/env bash
@@ -222,13 +217,13 @@ def free_job() -> int:
         return job
 
 
-def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
+def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, digits, losses, python):
     """SIGUSR1 before the time limit: a checkpoint, status 143, back into the queue, and a resume without a name."""
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, **OTHERS}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    command = script("train_slurm.sh", signalled_config(tmp_path, data), "--backend", "fsdp:NO_SHARD")
+    command = script("train_slurm.sh", signalled_config(tmp_path, digits), "--backend", "fsdp:NO_SHARD")
     job = {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHON": python,
         "CALLS": str(tmp_path / "calls"), "JOB_STATE": "RUNNING", "SLURM_JOB_ID": str(free_job()),
@@ -251,10 +246,11 @@ def test_slurm_requeues_a_job_at_its_time_limit(tmp_path, data, losses, python):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_launcher_passes_sigterm_on(tmp_path, data, losses, launcher):
+def test_a_launcher_passes_sigterm_on(tmp_path, digits, losses, launcher):
     """Rank 1 sends it to its launcher during the second update: all end after the third, with one checkpoint."""
     (tmp_path / "hosts.txt").write_text("here slots=2\n")
-    arguments = [signalled_config(tmp_path, data), "--backend", "fsdp" if launcher == "torchrun" else "deepspeed:zero2"]
+    backend = "fsdp" if launcher == "torchrun" else "deepspeed:zero2"
+    arguments = [signalled_config(tmp_path, digits), "--backend", backend]
     environment = {"nproc_per_node": "2", "node_rank": "0", "master_addr": "127.0.0.1", "master_port": str(free_port())}
     environment |= {"PYTHON": sys.executable, "hostfile": str(tmp_path / "hosts.txt")}
     [run] = together([script(f"train_{launcher}.sh", *arguments)], [environment])

@@ -120,18 +120,13 @@ for name, port, signals, _, backend, phase, more in cases:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("data") / "digits"
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
+def runs(tmp_path_factory, digits) -> tuple[Path, list[list[str]]]:
     """The folder of all work dirs, and what each process printed: ``<case> <exit status>``."""
     folder = tmp_path_factory.mktemp("signals")
     (folder / "signalled.py").write_text(HOOK, encoding="utf-8")
     config = written_config(
         folder,
-        data,
+        digits,
         train_cfg={"max_updates": UPDATES},
         default_hooks__logger__interval=1000,
         custom_imports={"imports": ["unigen_ds.examples.digits", "signalled"]},
@@ -139,10 +134,9 @@ def runs(tmp_path_factory, data) -> tuple[Path, list[list[str]]]:
             {"type": "SignalledHook"},
             {"type": "EvaluateHook", "interval": 2, "unit": "update", "max_batches": 1},
         ],
-        val_dataloader={"dataset": {"type": "DigitsDataset", "root": str(data), "split": "val"}, "batch_size": 2},
+        val_dataloader={"dataset": {"type": "DigitsDataset", "root": str(digits), "split": "val"}, "batch_size": 2},
         default_hooks__checkpoint__max_keep_ckpts=1,
     )
-    Runner.from_cfg(tiny_config(folder / "unused", data))  # draws the data once, not in two processes at a time
     cases = json.dumps([(name, free_port(), *case) for name, case in RUNS.items()])
     both = ranks([sys.executable, "-c", TRAIN, config, str(folder), cases], PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
     outputs = [[line for line in one.out.splitlines() if line.split()[:1] and line.split()[0] in RUNS] for one in both]
@@ -175,10 +169,10 @@ class SignalInUpdateHook(Hook):
 
 
 @pytest.mark.parametrize("update", [1, 3, UPDATES])
-def test_one_process_stops_after_the_present_update(tmp_path, data, update):
+def test_one_process_stops_after_the_present_update(tmp_path, digits, update):
     hook = {"type": "SignalInUpdateHook", "update": update}
     before = signal.getsignal(signal.SIGINT)
-    runner = Runner.from_cfg(tiny_config(tmp_path, data, train_cfg={"max_updates": UPDATES}, custom_hooks=[hook]))
+    runner = Runner.from_cfg(tiny_config(tmp_path, digits, train_cfg={"max_updates": UPDATES}, custom_hooks=[hook]))
     try:
         assert runner.train().updates == update
     finally:
@@ -187,7 +181,7 @@ def test_one_process_stops_after_the_present_update(tmp_path, data, update):
     assert [checkpoint.problem for checkpoint in list_checkpoints(tmp_path)] == [None]
 
 
-def test_a_later_second_signal_ends_the_process_at_once_and_raises_nothing(tmp_path, data):
+def test_a_later_second_signal_ends_the_process_at_once_and_raises_nothing(tmp_path, digits):
     """Whatever the process is in: here it has a lock of a log line. Ctrl-C would raise KeyboardInterrupt there."""
     code = (
         "import logging, os, signal, sys\n"

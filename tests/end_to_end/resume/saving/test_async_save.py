@@ -25,7 +25,6 @@ from tests.support.needs import slow
 from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import SaveError, TrainingError
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.save import checkpoint
 from unigen_ds.runner import Runner
@@ -36,25 +35,20 @@ UPDATES = 10
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
-@pytest.fixture(scope="module")
-def blocking(tmp_path_factory, data):
+def blocking(tmp_path_factory, digits):
     """The work dir of the same run with blocking saves."""
     work_dir = tmp_path_factory.mktemp("blocking")
-    Runner.from_cfg(config(work_dir, data, train_cfg={"max_updates": UPDATES})).train()
+    Runner.from_cfg(config(work_dir, digits, train_cfg={"max_updates": UPDATES})).train()
     return work_dir
 
 
-def train(work_dir, data, *, resume=False, checkpoint=MappingProxyType({}), **actions):
+def train(work_dir, digits, *, resume=False, checkpoint=MappingProxyType({}), **actions):
     """``_3='stop fill'``: what ``ActHook`` does after update 3."""
     options = {"async_save": True, "max_keep_ckpts": -1, **checkpoint}
     overrides = {f"default_hooks__checkpoint__{key}": value for key, value in options.items()}
     overrides |= {"train_cfg": {"max_updates": UPDATES}}
     hooks = [dict(type="ActHook", actions={number[1:]: names.split() for number, names in actions.items()})]
-    Runner.from_cfg(config(work_dir, data, custom_hooks=hooks, resume=resume, **overrides)).train()
+    Runner.from_cfg(config(work_dir, digits, custom_hooks=hooks, resume=resume, **overrides)).train()
 
 
 def names(folder):
@@ -146,8 +140,8 @@ AT = {}
 """After each update: the checkpoints, and those that hooks were told of."""
 
 
-def test_everything_follows_the_commit_and_a_due_save_waits(tmp_path, data, blocking, capsys):
-    train(tmp_path, data, _2="stop", _3="go", checkpoint={"max_keep_ckpts": 2})
+def test_everything_follows_the_commit_and_a_due_save_waits(tmp_path, digits, blocking, capsys):
+    train(tmp_path, digits, _2="stop", _3="go", checkpoint={"max_keep_ckpts": 2})
     assert AT[2] == AT[3] == ([], [])
     assert AT[4][0][:1] == AT[4][1] == iterations(2), "the save of update 4 has waited for it"
     assert AT[10][0] == names(tmp_path) == iterations(8, 10) and AT[10][1] == iterations(2, 4, 6, 8, 10)
@@ -160,16 +154,16 @@ def test_everything_follows_the_commit_and_a_due_save_waits(tmp_path, data, bloc
 
 
 @pytest.mark.slow
-def test_a_due_save_is_skipped_by_choice(tmp_path, data, capsys):
-    train(tmp_path, data, _2="stop", _7="go", checkpoint={"async_busy": "skip"})
+def test_a_due_save_is_skipped_by_choice(tmp_path, digits, capsys):
+    train(tmp_path, digits, _2="stop", _7="go", checkpoint={"async_busy": "skip"})
     output = capsys.readouterr().err
     for number in (4, 6):
         assert f"No checkpoint is saved at update {number}: that of update 2 is still being written" in output
     assert names(tmp_path)[0] == "iter_2.pth" and names(tmp_path)[-1] == "iter_10.pth" and AT[7] == ([], [])
 
 
-def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path, data, capsys):
-    train(tmp_path, data, _2="kill")
+def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path, digits, capsys):
+    train(tmp_path, digits, _2="kill")
     output = capsys.readouterr().err
     assert "Rank 0: the writer of checkpoints has failed: its process has ended (SIGKILL" in output
     assert output.count("iter_2.pth: the writer of 1 rank(s) has failed") == 1
@@ -177,10 +171,10 @@ def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path, data, capsys
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_after_the_save_has_begun_is_reported(small_disk, data, capsys):
+def test_a_disk_that_is_full_after_the_save_has_begun_is_reported(small_disk, digits, capsys):
     """The first save alone has space enough when it begins."""
     work_dir = small_disk / "run"
-    train(work_dir, data, _2="stop fill go", _5="free")
+    train(work_dir, digits, _2="stop fill go", _5="free")
     output = capsys.readouterr().err
     assert re.search(r"ERROR could not write checkpoint \S+iter_2.pth: rank 0: OSError: .*No space left", output)
     assert "Training continues without this checkpoint." in output
@@ -212,11 +206,11 @@ FAILING = [*((fault, False) for fault in FAULTS), *slow(*((fault, True) for faul
 
 
 @pytest.mark.parametrize(("fault", "async_save"), FAILING)
-def test_a_disk_that_fails_for_a_while(twice, data, fault, async_save, capsys):
+def test_a_disk_that_fails_for_a_while(twice, digits, fault, async_save, capsys):
     """Between two blocking saves, and while an asynchronous one is written."""
     end, message = FAULTS[fault]
     begin, end = (f"stop {fault} go", f"wait {end}") if async_save else (fault, end)  # the save of 6 has failed by then
-    train(twice, data, _2=begin, _7=end, checkpoint={"async_save": async_save})
+    train(twice, digits, _2=begin, _7=end, checkpoint={"async_save": async_save})
     failures = re.findall(r"ERROR could not write checkpoint \S+/(iter_\d.pth): (.*)", capsys.readouterr().err)
     assert [name for name, _ in failures] == iterations(*([2] if async_save else []), 4, 6)
     assert all(text.endswith("Training continues without this checkpoint.") for _, text in failures)
@@ -232,20 +226,20 @@ def test_a_disk_that_fails_for_a_while(twice, data, fault, async_save, capsys):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_disk_that_fails_ends_the_run_by_choice(twice, data, async_save):
+def test_a_disk_that_fails_ends_the_run_by_choice(twice, digits, async_save):
     action, number = ("stop read_only go", 2) if async_save else ("read_only", 4)
     with pytest.raises(SaveError, match=rf"iter_{number}.pth: .*Read-only file system") as error:
-        train(twice, data, _2=action, checkpoint={"async_save": async_save, "on_save_error": "stop"})
+        train(twice, digits, _2=action, checkpoint={"async_save": async_save, "on_save_error": "stop"})
     assert error.value.exit_status == 4 and names(twice) == iterations(*range(2, number, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_disk_that_is_slower_than_the_interval_is_one_line(tmp_path, data, async_save, monkeypatch, capsys):
+def test_a_disk_that_is_slower_than_the_interval_is_one_line(tmp_path, digits, async_save, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "SLOW_S", 0.3)  # which the first save of a writer takes, too
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: time.sleep(0.15) or fsync(number))
-    train(tmp_path, data, checkpoint={"async_save": async_save})
+    train(tmp_path, digits, checkpoint={"async_save": async_save})
     text = r"save needs (\S+) s, .* between two saves (\S+) s: .* is 2 \(iteration\), to (\d+) or more(.*)"
     [(took, training_s, interval, more)] = re.findall(text, capsys.readouterr().err)
     assert float(took) >= max(float(training_s), 0.3) and int(interval) > 2
@@ -260,9 +254,9 @@ train(Path(sys.argv[1]), Path(sys.argv[2]), **eval(sys.argv[3]))
 """
 
 
-def test_a_killed_run_ends_its_writer_and_resumes_bit_equal(tmp_path, data, blocking):
+def test_a_killed_run_ends_its_writer_and_resumes_bit_equal(tmp_path, digits, blocking):
     """The writer has not committed; a new run does not find a process that does so later."""
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(data), repr(dict(_4="stop", _5="die"))]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(digits), repr(dict(_4="stop", _5="die"))]
     log = (tmp_path / "printed").open("wb")
     assert subprocess.run(command, stdout=log, stderr=log, check=False).returncode == -signal.SIGKILL
     assert names(tmp_path) == iterations(2) and len(list(tmp_path.glob("iter_4.pth.tmp-*"))) == 1
@@ -274,17 +268,17 @@ def test_a_killed_run_ends_its_writer_and_resumes_bit_equal(tmp_path, data, bloc
     else:
         os.kill(writer, signal.SIGKILL)
         pytest.fail("the writer has not ended with its run")
-    train(tmp_path, data, resume=True)
+    train(tmp_path, digits, resume=True)
     assert names(tmp_path) == iterations(2, 4, 6, 8, 10) and not list(tmp_path.glob("*.tmp-*"))
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert tree(tmp_path / "iter_10.pth")[name] == tree(blocking / "iter_10.pth")[name]
 
 
 @pytest.mark.parametrize("end", ["terminate", *slow("fail")])
-def test_the_save_that_has_begun_is_awaited_on_a_signal_and_after_an_error(tmp_path, data, end, capsys):
+def test_the_save_that_has_begun_is_awaited_on_a_signal_and_after_an_error(tmp_path, digits, end, capsys):
     before = signal.getsignal(signal.SIGTERM)
     try:
-        train(tmp_path, data, checkpoint={"interval": 4}, _4="stop", _5=f"go_later {end}")
+        train(tmp_path, digits, checkpoint={"interval": 4}, _4="stop", _5=f"go_later {end}")
         assert end == "terminate"
     except RuntimeError as error:
         assert end == "fail" and str(error) == "a hook of mine"
@@ -295,7 +289,7 @@ def test_the_save_that_has_begun_is_awaited_on_a_signal_and_after_an_error(tmp_p
 
 
 @pytest.mark.slow
-def test_a_state_that_is_not_finite_ends_the_run_and_is_kept_apart(tmp_path, data):
+def test_a_state_that_is_not_finite_ends_the_run_and_is_kept_apart(tmp_path, digits):
     with pytest.raises(TrainingError, match="is not finite"):
-        train(tmp_path, data, _1="spoil")
+        train(tmp_path, digits, _1="spoil")
     assert names(tmp_path) == [] and (tmp_path / "not_finite_iter_2.pth").is_dir()

@@ -18,7 +18,6 @@ from tests.tiny import tiny_config
 from unigen_ds.checkpoint.store import list_checkpoints
 from unigen_ds.config.values import time_seconds
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.examples.digits.dataset import write_digits
 from unigen_ds.hooks.guard.time_limit import JOB_END, process_age
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
@@ -32,22 +31,17 @@ CONFIG = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_digits(tmp_path_factory.mktemp("data") / "digits")
-
-
 def updates(work_dir):
     return [line["update"] for line in read_lines(work_dir / "ledger.jsonl")]
 
 
 @pytest.mark.parametrize("minutes", [*slow(84, 101), 90])
-def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, data, minutes, monkeypatch, capsys):
+def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, digits, minutes, monkeypatch, capsys):
     """Evaluations take longer than updates, and a periodic save may be the one before the last."""
     monkeypatch.setenv(JOB_END, str(int(START_S) + 7200))
 
     def runner(**more):
-        return Runner.from_cfg(tiny_config(tmp_path, data, **CONFIG, **more))
+        return Runner.from_cfg(tiny_config(tmp_path, digits, **CONFIG, **more))
 
     first = runner(train_cfg={"max_updates": 1000, "max_time": f"{minutes}m"})
     limit = START_S - AGE_S + 60 * minutes
@@ -67,8 +61,8 @@ def test_the_last_save_ends_before_max_time_and_the_run_continues(tmp_path, data
 
 
 @pytest.mark.slow
-def test_ranks_stop_after_the_same_update_by_the_clock_of_rank_0(tmp_path, data):
-    config = written_config(tmp_path, data, train_cfg={"max_updates": 1000}, **CONFIG)
+def test_ranks_stop_after_the_same_update_by_the_clock_of_rank_0(tmp_path, digits):
+    config = written_config(tmp_path, digits, train_cfg={"max_updates": 1000}, **CONFIG)
     command = [sys.executable, TRAIN, config, "--backend", "fsdp", "--work-dir", str(tmp_path / "run")]
     both = ranks(command, **{JOB_END: str(int(START_S) + 2500)})
     assert [one.status for one in both] == [143, 143], both[0].ending
@@ -79,10 +73,10 @@ def test_ranks_stop_after_the_same_update_by_the_clock_of_rank_0(tmp_path, data)
     assert [last.manifest.progress.updates] == updates(tmp_path / "run")[-1:] and "The time limit" not in both[1].err
 
 
-def test_lengths_of_time(tmp_path, data):
+def test_lengths_of_time(tmp_path, digits):
     lengths = ("1d2h", "3h50m", "90m", "1.5h", "45s", 5400, "", "3h 50m", "50", "-1h", "2m1h")
     assert [*map(time_seconds, lengths)] == [93600, 13800, 5400, 5400, 45, 5400, 0, 0, 0, 0, 0]
     with pytest.raises(ConfigError, match=r"train_cfg.max_time is '3 hours'. Allowed: .*'3h50m'.*or seconds"):
-        tiny_config(tmp_path, data, train_cfg={"max_updates": 5, "max_time": "3 hours"})
-        Runner.from_cfg(tiny_config(tmp_path, data, train_cfg={"max_updates": 5, "max_time": "3 hours"}))
+        tiny_config(tmp_path, digits, train_cfg={"max_updates": 5, "max_time": "3 hours"})
+        Runner.from_cfg(tiny_config(tmp_path, digits, train_cfg={"max_updates": 5, "max_time": "3 hours"}))
     assert process_age() == pytest.approx(time.time() - psutil.Process().create_time(), abs=2.0)
