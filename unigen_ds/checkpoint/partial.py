@@ -12,11 +12,9 @@ rows are equal at first, and their gradients differ.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -97,8 +95,6 @@ class Fit(Misfit):
     """Names of vocabularies, which are loaded -> (stored shape, the model's)."""
     sizes: list[str] = field(default_factory=list)
     """Sizes of the model that differ without changing a shape, in words."""
-    option: str = ""
-    """An option of a command line that changes one prefix, after which every name fits; empty where there is none."""
 
     @property
     def initial_names(self) -> frozenset[str]:
@@ -135,9 +131,6 @@ class Fit(Misfit):
         """Raises ``CheckpointError`` for what is not allowed, or if nothing fits. ``first``: explanations, in words."""
         refusals = {kind: line for kind, line in self.lines() if kind in DIFFERENCES and kind not in cfg.allow}
         if refusals:
-            if self.option:
-                problem = "the checkpoint's names are not the model's"
-                raise CheckpointError(problem, remedy=f"{self.option} renames them")
             rows = any(name.endswith(VOCABULARY) for name in self.reshaped)
             remedy = "load_cfg.revise_keys maps stored names to the model's; "
             remedy += "load_cfg.resize_vocab=True adds rows to a vocabulary, 'shrink' removes some; " if rows else ""
@@ -199,29 +192,7 @@ def fit(
         result.sources[kind, name] = source.kind, source.name
     tensors = dict.fromkeys((source.kind, source.name) for source in by_name.values())
     result.unexpected = [name for kind, name in tensors if (kind, name) not in loads]
-    if result.missing and not cfg.revise_keys:
-        result.option = _renaming(by_name, [names for kind, names, _ in targets if kind == MASTER], {*buffers})
     return result
-
-
-def _renaming(old_names: Collection[str], parameters: Sequence[Sequence[str]], buffers: set[str]) -> str:
-    """``Fit.option``: the stored name that ends most as the model's longest (of ``parameters``) shows the prefix."""
-    longest = max((names[0] for names in parameters), key=len).split(".")
-    parts = {name: name.split(".") for name in old_names}
-    ends = {name: 0 for name in parts}  # how many members at the end are the same
-    for name, of_name in parts.items():
-        while ends[name] < min(len(of_name), len(longest)) and of_name[-1 - ends[name]] == longest[-1 - ends[name]]:
-            ends[name] += 1
-    own_names = buffers.union(*parameters)
-    for name, end in ends.items():
-        if not end or end < max(ends.values()):
-            continue
-        old, new = ("".join(f"{part}." for part in one[: len(one) - end]) for one in (parts[name], longest))
-        pattern = f"^{re.escape(old)}"
-        new_names = {re.sub(pattern, new, each) for each in old_names}
-        if new_names <= own_names and all(new_names.intersection(names) for names in parameters):
-            return f"--cfg-options {shlex.quote(f'load_cfg.revise_keys={json.dumps([[pattern, new]])}')}"
-    return ""
 
 
 def _by_revised_name(reader: ShardReader, table: Sequence[Mapping[str, Any]], cfg: LoadSettings) -> dict[str, _Tensor]:

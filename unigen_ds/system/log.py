@@ -33,16 +33,11 @@ class _LogFile(logging.FileHandler):
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what ``sys.stderr`` is at that moment: a progress bar replaces it, to print above itself. A line with
-    ``extra=ON_BAR`` is left to the bar, where there is one."""
+    """Writes to what ``sys.stderr`` is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
-        if not (hasattr(record, "on_bar") and sys.stderr.isatty()):
-            super().emit(record)
-
-
-ON_BAR = {"on_bar": True}
+        super().emit(record)
 
 
 def logger() -> logging.Logger:

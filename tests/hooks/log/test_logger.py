@@ -1,18 +1,15 @@
 """``metrics.jsonl``: the fields of a line, when it is written, the sum over ranks, lines that a resume invalidates."""
 
 import os
-import pty
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as td
 
 from tests.hooks.tiny_run import TinyRun
-from tests.support.processes import ROOT, popen, together
+from tests.support.processes import together
 from unigen_ds.hooks.base import Hook
 from unigen_ds.hooks.log.journal import LedgerHook
 from unigen_ds.hooks.log.logger import LoggerHook, global_losses
@@ -109,39 +106,3 @@ def test_the_ledger_has_every_update(tmp_path: Path) -> None:
     }  # fmt: skip
     assert [line["update"] for line in ledger] == [1, 2, 3]
     run.finish()
-
-
-@pytest.mark.parametrize("columns", [250, 80])
-def test_a_terminal_gets_a_live_line_and_warnings_above_it(columns: int, tmp_path: Path) -> None:
-    """A narrow one a short line; the file gets the whole line in any case, and no bar."""
-    script = (
-        "import sys; from pathlib import Path; from tests.hooks.tiny_run import TinyRun\n"
-        "from unigen_ds.system import log; from unigen_ds.hooks.log.logger import LoggerHook\n"
-        "from unigen_ds.hooks.log.timer import IterTimerHook\n"
-        f"log.setup(rank=0, log_file=Path({str(tmp_path / 'train.log')!r}))\n"
-        f"run = TinyRun(Path({str(tmp_path)!r}), [IterTimerHook(), LoggerHook(interval=2)])\n"
-        "run.start(); run.update(); log.logger().warning('a warning'); run.update(); run.finish()\n"
-        "log.logger().info('after')\n"
-    )
-    main, terminal = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    process = popen(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, stderr=terminal, stdout=subprocess.DEVNULL
-    )
-    os.close(terminal)
-    output = b""
-    try:
-        while chunk := os.read(main, 65536):
-            output += chunk
-    except OSError:  # a pseudo-terminal reports the closed other end this way
-        pass
-    assert process.wait(timeout=60) == 0
-    text = output.decode()
-    whole = ["loss/text 2", "iteration 4"]
-    assert all(part in text for part in ("10.0 %", "update 2  ", "loss 2.25  ", *(whole if columns > 80 else [])))
-    assert "…" not in text and ("iteration" in text) == (columns > 80)
-    lines = (tmp_path / "train.log").read_text(encoding="utf-8").splitlines()
-    assert [line.count("iteration") for line in lines] == [1, 0, 1, 0] and all(part in lines[2] for part in whole)
-    assert not [line for line in lines if "10.0 %" in line]
-    assert text.index("a warning") < text.index("update 2")
-    assert "after" in text

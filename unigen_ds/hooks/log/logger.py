@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge
-from rich.console import Console as RichOutput
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as RichBar
 from torch import Tensor
 
 from unigen_ds.config.registry import HOOKS, checked
@@ -34,7 +31,7 @@ from unigen_ds.hooks.log.journal import JournalHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
 from unigen_ds.system.journals import METRICS_FILE
-from unigen_ds.system.log import ON_BAR, logger
+from unigen_ds.system.log import logger
 from unigen_ds.tracking.writer import SafeWriter, Writer
 
 if TYPE_CHECKING:
@@ -91,7 +88,6 @@ class LoggerHook(JournalHook):
             for i, (writer, kind) in enumerate(zip(writers, kinds, strict=True))
         ]
         self._run_name = run_name
-        self._bar: RichBar | None = None
         self._last: UpdateResult | None = None
         self._logged_update: int | None = None
         self._norms: list[Tensor | float] = []
@@ -190,9 +186,6 @@ class LoggerHook(JournalHook):
 
     def close(self) -> None:
         super().close()
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
         for writer in self._writers if dist.is_main() else ():
             writer.close()
 
@@ -227,7 +220,7 @@ class LoggerHook(JournalHook):
             **of_epoch,
         }
         self.append(run, record)
-        self._display(progress_line(record, summary=summary), progress.sequences, run.total_sequences)
+        logger().info("%s", progress_line(record, summary=summary))
         for writer in self._writers:
             writer.write({**record, **{k: v for k, v in summary.items() if k != "eta"}}, update=progress.updates)
 
@@ -272,20 +265,6 @@ class LoggerHook(JournalHook):
         values["epoch_tokens_per_second"] = self._epoch_tokens / (now - self._epoch_since)
         self.epoch, self._epoch_tokens, self._epoch_since = {"sums": {}, "counts": {}}, 0, now
         return values
-
-    def _display(self, line: str, sequences: int, total: float) -> None:
-        """A log line; where standard error is a terminal, it is beside a bar there."""
-        logger().info("%s", line, extra=ON_BAR)
-        if not sys.stderr.isatty():
-            return
-        if self._bar is None:
-            columns = TextColumn("{task.percentage:>5.1f} %"), BarColumn(bar_width=20), TextColumn("{task.description}")
-            self._bar = RichBar(*columns, console=RichOutput(stderr=True), auto_refresh=False)
-            self._bar.start()
-            self._bar.add_task("", total=total if total < float("inf") else None)
-        if len(line) > self._bar.console.width - 40:
-            line = "  ".join(part for part in line.split("  ") if part.startswith(("update", "loss ", "ETA")))
-        self._bar.update(self._bar.task_ids[0], completed=sequences, description=line, refresh=True)
 
 
 def logger_of(run: Run) -> LoggerHook:
