@@ -39,7 +39,7 @@ def table(directory: Path) -> list[str]:
     """One line for each checkpoint, under a heading; sizes are compared, contents are not read."""
     checkpoints = find_checkpoints(directory)
     current = store.current(checkpoints)
-    newest, marks = current[-1].path if current else None, dict[Path, str]()
+    newest, marks, valid = current[-1].path if current else None, dict[Path, str](), {one.path for one in current}
     if newest is not None:
         try:
             if (best := best_of(newest)) is not None:
@@ -52,7 +52,7 @@ def table(directory: Path) -> list[str]:
         if manifest is None:
             rows.append((path.name, *["-"] * (len(TABLE_COLUMNS) - 2), str(checkpoint.problem)))
             continue
-        state = NEXT if path == newest else COMPLETE if checkpoint in current else VOID
+        state = NEXT if path == newest else COMPLETE if path in valid else VOID
         epoch = manifest.progress.sequences / manifest.ruler.sequences_per_epoch
         size, batch = size_text(manifest.size), manifest.geometry.global_batch_size
         numbers = (manifest.iteration, manifest.progress.updates, f"{epoch:.2f}", batch, size)

@@ -17,14 +17,13 @@ and ends the run.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -42,6 +41,7 @@ from unigen_ds.core.shards import BUFFER, MASTER, OPTIMIZER_FILE, Shard, ShardRe
 from unigen_ds.system import dist
 from unigen_ds.system.files import delete_inside, fsync_path, make_directory, rename_into_place, write_text_atomic
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import without_collector
 from unigen_ds.system.outputs import (
     Entry,
     Output,
@@ -134,7 +134,7 @@ def save(
     attempt = Save(work_dir, name, manifest, form)
     attempt.then = then
     try:
-        with _without_collector():
+        with without_collector():
             attempt.collect(collect)
             if background is not None:
                 background.copy(attempt, list(tensors()))  # while rank 0 prepares the folder
@@ -149,18 +149,6 @@ def save(
             background.wait()
         attempt.remove()
         raise
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Inside, many small objects are made without a look for unreachable ones, which needed half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Outcome(NamedTuple):

@@ -32,6 +32,7 @@ from unigen_ds.system.files import (
     write_text_atomic,
 )
 from unigen_ds.system.log import logger
+from unigen_ds.system.machine import without_collector
 
 HINT = "last_checkpoint"
 STAGING = ".tmp-"
@@ -41,6 +42,8 @@ NOT_FINITE = "not_finite_"
 RNG_DIRECTORY, HOOKS_FILE, CONFIG_FILE = "rng", "hooks.json", "config.py"
 WEIGHTS = "weights"
 """Folder beside the checkpoints with exports of weights alone (``CheckpointHook(weights_interval=...)``)."""
+_FEW = 100
+"""Files whose sizes are compared one after the other."""
 BY_UPDATE = ("step", "update")
 """First letters of names that count updates; others count iterations."""
 
@@ -65,6 +68,7 @@ def is_checkpoint_name(name: str, *, unfinished: bool = False) -> bool:
     return unfinished if staging or stem != base else not unfinished and not name.startswith(NOT_FINITE)
 
 
+@without_collector()
 def list_checkpoints(work_dir: Path) -> list[Candidate]:
     """Every candidate directory, oldest commit first; those without a valid manifest come first of all."""
     paths = sorted(work_dir.iterdir()) if work_dir.is_dir() else []
@@ -120,18 +124,20 @@ def verify(directory: Path, manifest: Manifest, *, hashes: bool = False) -> str 
     """The first problem of a checkpoint's files, or None. ``hashes`` reads every byte; else sizes are compared."""
 
     def problem(entry: FileEntry) -> str | None:
-        path = directory / entry.path
+        path = os.path.join(directory, entry.path)
         try:
-            if not path.is_file():
+            if not os.path.isfile(path):
                 return f"{path} is missing"
-            if path.stat().st_size != entry.size:
-                return f"{path} has {path.stat().st_size} bytes, {entry.size} were written"
-            if hashes and file_digest(path) != entry.digest:
+            if (size := os.path.getsize(path)) != entry.size:
+                return f"{path} has {size} bytes, {entry.size} were written"
+            if hashes and file_digest(Path(path)) != entry.digest:
                 return f"{path} has changed since it was written (hash differs)"
         except (OSError, ValueError) as error:
             return f"{path} cannot be read: {error}"
         return None
 
+    if not hashes and len(manifest.files) <= _FEW:
+        return next(filter(None, map(problem, manifest.files)), None)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return next(filter(None, pool.map(problem, manifest.files)), None)
 

@@ -77,6 +77,20 @@ class Piece(NamedTuple):
     source: str = ""
 
 
+class Pieces(NamedTuple):
+    """The pieces of a tensor that many files share: each is made when it is read."""
+
+    spans: Sequence[tuple[int, int]]
+    """Start and stop, in order; they may be equal."""
+    fetch: Callable[[int], Fetch]
+    """Of a piece by its number."""
+
+    def starting_at(self, start: int) -> Iterator[Piece]:
+        """Yield the piece with the element ``start``, and those after it."""
+        for number in range(max(0, bisect_right(self.spans, (start, math.inf)) - 1), len(self.spans)):
+            yield Piece(*self.spans[number], self.fetch(number))
+
+
 class ShardReader:
     """Reads named flat ranges of a checkpoint of any layout, which only has to call ``add``. No collective. ``unique``:
     the layout writes every element once, so an overlap means a mix of two checkpoints and is refused.
@@ -84,7 +98,7 @@ class ShardReader:
 
     def __init__(self, *, unique: bool = False) -> None:
         self._unique = unique
-        self._pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+        self._pieces: dict[tuple[str, str], list[Piece] | Pieces] = defaultdict(list)
         self.shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         """(kind, name) -> shape, in the order of the files, as far as the files themselves state it."""
         self.stamps: dict[str, Callable[[], str]] = {}
@@ -109,6 +123,7 @@ class ShardReader:
         if not numel:
             return
         pieces = self._pieces[kind, name]
+        assert isinstance(pieces, list), name
         at = bisect_right(pieces, start, key=lambda piece: piece.start)
         for other in pieces[max(0, at - 1) : at + 1] if self._unique else ():  # without overlaps, only neighbours can
             if start < other.stop and other.start < start + numel:
@@ -123,9 +138,10 @@ class ShardReader:
 
     def numel(self, kind: str, name: str) -> int:
         """Elements of the whole tensor. Raises ``CheckpointError`` when it is absent."""
-        return max(piece.stop for piece in self._pieces_of(kind, name))
+        pieces = self._pieces_of(kind, name)
+        return max(stop for _, stop in pieces.spans) if isinstance(pieces, Pieces) else max(p.stop for p in pieces)
 
-    def _pieces_of(self, kind: str, name: str) -> list[Piece]:
+    def _pieces_of(self, kind: str, name: str) -> list[Piece] | Pieces:
         if (kind, name) not in self._pieces:
             raise CheckpointError(f"the checkpoint has no {kind} of {name}")
         return self._pieces[kind, name]
@@ -137,8 +153,8 @@ class ShardReader:
 
     def parts(self, kind: str, name: str, start: int, stop: int) -> Iterator[Tensor]:
         """Yield the elements that ``read`` returns in the pieces that are on disk, without a copy into one tensor."""
-        at = start
-        for piece in self._pieces_of(kind, name):  # by their start
+        at, pieces = start, self._pieces_of(kind, name)
+        for piece in pieces.starting_at(start) if isinstance(pieces, Pieces) else pieces:  # by their start
             if at >= stop or piece.start > at:
                 break
             if piece.stop > at:

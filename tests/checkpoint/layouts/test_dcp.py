@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checkpoint.support import Evil
 from tests.end_to_end.engines.launch import Outcome, want
@@ -32,9 +33,10 @@ def checkpoint(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reader_returns_the_engines_tensors(name):
+def test_the_reader_returns_the_engines_tensors_and_so_does_torchs(name, tmp_path):
     run = run_of(name)
-    reader = DCPReader(run.checkpoints[-1])
+    directory = run.checkpoints[-1]
+    reader = DCPReader(directory)
     tensors = {key: value for key, value in run.state.items() if key != "head.weight"}  # tied to the embedding
     buffers = set(reader.names("buffer"))
     assert buffers == {"gain", "calls"} and set(reader.names("master")) | buffers == set(tensors)
@@ -44,19 +46,11 @@ def test_the_reader_returns_the_engines_tensors(name):
     names = {key for key in tensors if not key.startswith("frozen.") and key not in buffers}
     assert set(reader.names("exp_avg")) == set(reader.names("step")) == names
     assert {float(reader.read("step", key, 0, 1)) for key in names} == {2.0}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_torchs_own_reader_returns_the_same(name, tmp_path):
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    directory = run_of(name).checkpoints[-1]
     dcp_to_torch_save(str(directory), str(tmp_path / "whole.pt"))
     theirs = torch.load(tmp_path / "whole.pt")
     assert {bytes(theirs.pop(f"{STAMP}|{rank}").tolist()) for rank in (0, 1)} == {
         Manifest.read(directory).stamp.encode()
     }
-    reader = DCPReader(directory)
     ours = {f"{kind}|{key}" for kind in reader.kinds() for key in reader.names(kind)}
     assert ours == set(theirs)
     for entry, value in theirs.items():

@@ -11,7 +11,8 @@ import math
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from torch import Tensor
 from unigen_ds.checkpoint.layouts.torch_file import WRAPPERS, Inert
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import STAMP
-from unigen_ds.core.shards import MASTER, Fetch, ShardReader
+from unigen_ds.core.shards import MASTER, Fetch, Pieces, ShardReader
+from unigen_ds.system.machine import without_collector
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
@@ -39,6 +41,7 @@ _SAFE = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): str,
     ("collections", "OrderedDict"): dict,
+    **{("builtins", name): lambda *arguments: arguments for name in ("dict", "zip", "map")},  # nothing is called
     ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
     ("pathlib", "Path"): lambda *parts: "/".join(parts),
 }
@@ -46,6 +49,8 @@ _SAFE = {
 
 class _Record(Inert):
     """A data class of the pickle: its fields as attributes."""
+
+    offset: Any = None
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
@@ -64,12 +69,26 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(f"the checkpoint's .metadata names {module}.{name}, which is not allowed to be loaded")
 
 
+def _columns(positions: Any) -> list[Sequence[Any]]:
+    """Key, offset, file, first byte and length of every item. Ours are stored so, as arguments (``fsdp.py``)."""
+    if isinstance(positions, dict):
+        rows = [(k.fqn, tuple(k.offset or ()), v.relative_path, v.offset, v.length) for k, v in positions.items()]
+        return list(zip(*rows, strict=True)) or [()] * 5
+    (((_, *keys), (_, *values)),) = positions
+    if len({len(column) for column in (*keys, *values)}) > 1 or (len(keys), len(values)) != (2, 3):
+        raise ValueError("its columns are not of the same length")
+    return [*keys, *values]
+
+
+@without_collector()
 def read_metadata(directory: Path) -> Any:
-    """``.metadata`` as inert records. Raises ``CheckpointError`` when it is missing, damaged or unsafe."""
+    """``.metadata`` as inert records, ``storage_data`` as columns. Raises ``CheckpointError`` if it cannot be read."""
     path = directory / ".metadata"
     try:
         with path.open("rb") as stream:
-            return _Unpickler(stream).load()
+            metadata = _Unpickler(stream).load()
+        metadata.storage_data = _columns(metadata.storage_data)
+        return metadata
     except CheckpointError:
         raise
     except Exception as error:
@@ -84,40 +103,59 @@ class DCPReader(ShardReader):
     ) -> None:
         super().__init__()
         metadata = read_metadata(directory)
-        for file in sorted({info.relative_path for info in metadata.storage_data.values()}):
+        fqns, offsets, paths, begins, lengths = metadata.storage_data
+        file_names = None if files is None else set(files)
+        for file in sorted(set(paths)):
             if not (directory / file).is_file():
                 raise CheckpointError(f"{directory / file} is missing")
-        file_names = None if files is None else set(files)
+            if file_names is not None and file not in file_names:
+                raise CheckpointError(f"{directory} names {file}, which the save did not write")
+
+        def fetch_row(dtype: torch.dtype, rows: Sequence[int], spans: Sequence[tuple[int, int]], number: int) -> Fetch:
+            row, (start, stop) = rows[number], spans[number]
+            return _fetch(directory / paths[row], begins[row], lengths[row], stop - start, dtype)
+
         names = _names(metadata)
-        chunks: dict[str, dict[tuple[int, ...], Any]] = {}
-        for index, info in metadata.storage_data.items():
-            tensor = metadata.state_dict_metadata[index.fqn]
-            kind, name = names[index.fqn]
+        rows: dict[str, list[int]] = defaultdict(list)
+        for row, fqn in enumerate(fqns):
+            rows[fqn].append(row)
+        spans: dict[Any, dict[Any, tuple[int, int]]] = {}
+        for fqn, of_tensor in rows.items():
+            tensor = metadata.state_dict_metadata[fqn]
+            kind, name = names[fqn]
             if kind == _LEFT_OUT or not hasattr(tensor, "size"):
                 continue
-            if index.fqn not in chunks:  # once for each tensor, not once for each part of it
-                chunks[index.fqn] = {tuple(chunk.offsets): chunk for chunk in reversed(tensor.chunks)}
-            offset = tuple(index.offset or ())
-            chunk = chunks[index.fqn].get(offset) if offset else next(iter(tensor.chunks), None)
-            if chunk is None:
-                raise CheckpointError(f"the checkpoint's .metadata has no chunk of {index.fqn} at {offset}")
-            row = math.prod(tensor.size[1:])
-            if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
-                raise CheckpointError(f"{directory}: {index.fqn} is not split along its first dimension")
-            if file_names is not None and info.relative_path not in file_names:
-                raise CheckpointError(f"{directory} names {info.relative_path}, which the save did not write")
-            start = chunk.offsets[0] * row if tensor.size else 0
-            numel = math.prod(chunk.sizes)
+            split = id(tensor.chunks), tensor.size
+            if split not in spans:  # tensors of equal shape share them
+                spans[split] = _spans(f"{directory}: {fqn}", tensor)
+            of_rows = {row: spans[split].get(offsets[row], (-1, -1)) for row in of_tensor}
+            of_tensor.sort(key=of_rows.__getitem__)
+            ranges = [of_rows[row] for row in of_tensor]
+            if ranges[0] == (-1, -1):
+                raise CheckpointError(f"the checkpoint's .metadata has no chunk of {fqn} at {offsets[of_tensor[0]]}")
             dtype = tensor.properties.state[0]  # the fields: dtype, layout, requires_grad, memory format, pinned
-            fetch = _fetch(directory / info.relative_path, info.offset, info.length, numel, dtype)
+            pieces = Pieces(ranges, partial(fetch_row, dtype, of_tensor, ranges))
             if kind == STAMP:
-                self.stamps[info.relative_path] = partial(_text, fetch, numel)
-                continue
-            self.add(kind, name, start, numel, fetch, shape=tensor.size)
+                self.stamps[paths[of_tensor[0]]] = partial(_text, pieces)
+            else:
+                self.shapes[kind, name] = tuple(tensor.size)
+                if any(start < stop for start, stop in ranges):
+                    self._pieces[kind, name] = pieces
 
 
-def _text(fetch: Fetch, numel: int) -> str:
-    return bytes(fetch(0, numel).tolist()).decode(errors="replace")
+def _spans(where: str, tensor: Any) -> dict[Any, tuple[int, int]]:
+    """Offset of a chunk -> its first element and that after the last; without an offset, of the first chunk."""
+    spans: dict[Any, tuple[int, int]] = {}
+    for chunk in reversed(tensor.chunks):
+        if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
+            raise CheckpointError(f"{where} is not split along its first dimension")
+        start = chunk.offsets[0] * math.prod(tensor.size[1:]) if tensor.size else 0
+        spans[()] = spans[tuple(chunk.offsets)] = start, start + math.prod(chunk.sizes)
+    return spans
+
+
+def _text(pieces: Pieces) -> str:
+    return b"".join(bytes(p.fetch(0, p.stop).tolist()) for p in pieces.starting_at(0)).decode(errors="replace")
 
 
 def _names(metadata: Any) -> dict[str, tuple[str, str]]:
