@@ -120,6 +120,8 @@ class Trial:
     """Seconds from the start of the processes to the first new update: of the undisturbed run, then of each resume."""
     saves: list[float] = field(default_factory=list)
     """Seconds in which a save wrote its folder."""
+    resumed: int = 0
+    """Kills after which there was a checkpoint to resume from."""
     lost_updates: list[int] = field(default_factory=list)
     """Updates that each kill lost: made, and not saved."""
     problems: list[str] = field(default_factory=list)
@@ -201,6 +203,7 @@ class Trial:
         newest, _ = store.newest(home, hashes=False)
         update = newest.manifest.progress.updates if newest is not None and newest.manifest is not None else 0
         self.moments[str(moment)] += 1
+        self.resumed += update > 0
         self.lost_updates.append(max(0, last_update(ledger) - update))
         self.say(f"kill {self.kills}, {moment}: {update + self.lost_updates[-1]} updates were made, {update} are saved")
         return KILL
@@ -213,9 +216,9 @@ class Trial:
         update_s, save_s = (total - seconds.saves) / updates, seconds.saves / max(1, updates // self.every)
         return {
             "bit_equal": not self.problems, "kills": self.kills, "moments": dict(self.moments), "runs": self.runs,
-            "differences": self.problems[:1000], "deterministic": self.deterministic, "updates": updates,
-            "updates_between_saves": self.every, "seconds_of_update": update_s, "seconds_of_save": save_s,
-            "share_of_saves": seconds.saves / total, "first_start_seconds": self.starts[0],
+            "resumed": self.resumed, "differences": self.problems[:1000], "deterministic": self.deterministic,
+            "updates": updates, "updates_between_saves": self.every, "seconds_of_update": update_s,
+            "seconds_of_save": save_s, "share_of_saves": seconds.saves / total, "first_start_seconds": self.starts[0],
             "resume_seconds": _summary(self.starts[1:]), "lost_updates": _summary(self.lost_updates),
             "lost_seconds": _summary([number * update_s for number in self.lost_updates]),
         }  # fmt: skip

@@ -117,6 +117,9 @@ class GoBack(Exception):
         super().__init__(checkpoint, skip)  # as an exception is pickled for the other ranks
         self.checkpoint, self.skip = checkpoint, skip
 
+    def __str__(self) -> str:
+        return f"{self.skip.why}; sequences {self.skip} are left out, from {self.checkpoint.name} on"
+
 
 class Run(Protocol):
     """The part of a run that hooks can use. Read-only, except for ``request_stop``."""

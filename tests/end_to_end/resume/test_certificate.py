@@ -70,9 +70,17 @@ def test_a_users_own_config_is_certified_and_nothing_of_it_is_touched(tmp_path, 
     status, result, files = certify_run(tmp_path, monkeypatch, "", "--kills", "5")
     output = capsys.readouterr().out
     assert (status, files) == (0, set()), output
-    assert result["bit_equal"] and result["kills"] == sum(result["moments"].values()) == 5
+    assert result["bit_equal"] and result["kills"] == sum(result["moments"].values()) == 5 >= result["resumed"] > 0
     assert result["resume_seconds"]["max"] > 0 and 0 < result["share_of_saves"] < 1
     assert "bit-equal" in output and "left out: WandbVisBackend, AsyncEvaluateHook." in output
+
+
+@pytest.mark.slow
+def test_kills_before_the_first_save_certify_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(certificate, "MOMENTS", ("start",))
+    status, result, _ = certify_run(tmp_path, monkeypatch, "", "--kills", "2", "--save-every", "9")
+    assert (status, result["resumed"], result["kills"]) == (1, 0, 2)
+    assert "NOT tested: no kill came after a save. Remedy: more --updates" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("how", "most"), [("forget", "4"), ("noise", "1")])

@@ -237,7 +237,7 @@ class LoggerHook(JournalHook):
                 logger().warning(
                     "update %d: the gradient norm is %.4g; usual is %.4g to %.4g (%.4g is the median of the last %d"
                     " updates). If it stays there, gradients are %s: look at the samples of this update"
-                    " (tools/inspect_data.py) and at the learning rate.",
+                    " (tools/replay.py WORK_DIR --update N) and at the learning rate.",
                     update, norm, usual / FACTOR, usual * FACTOR, usual, len(self.grad_norms),
                     "exploding" if norm > usual else "vanishing",
                 )  # fmt: skip
