@@ -97,8 +97,9 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
     """Everything that the template displays of a run. ``budget``: bytes of its pictures."""
     pictures, picture_note = previews_of(run, budget=budget)
     config, config_text, file = flat(run.config), run.config_text, run.path / PROFILE_FILE
-    table: Any = TypeAdapter(list[dict[str, float]])
-    problems = run.problems if file.exists() else []
+    table, profile = TypeAdapter(list[dict[str, float]]), list[dict[str, float]]()
+    if file.exists():
+        profile = attempt(PROFILE_FILE, lambda: table.validate_json(file.read_bytes()), profile, run.problems)
     if config_text is not None and "***" in config.values():  # the file has what is masked
         config_text = json.dumps(run.config, indent=1, default=str)
     main, more = curves(run) if run.updates else ([], [])
@@ -110,7 +111,7 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "last": {key: finite(run.last.get(key)) for key in ("update", "loss", "epoch", "tokens_per_second")},
         "best_loss": run.best_loss,
         "time": _time(run),
-        "profile": attempt(PROFILE_FILE, lambda: table.validate_json(file.read_bytes()), [], problems),
+        "profile": profile,
         "curves": main,
         "more_curves": more,
         "numbers": [[line.get(key) for key in columns] for line in lines],

@@ -28,7 +28,7 @@ from unigen_ds.system.journals import PROFILE_FILE
 from unigen_ds.system.log import logger
 
 SECTIONS = ("data", "forward_backward", COMMUNICATION, "step")
-WARM_UP = 3  # updates of a process before those that are profiled
+BEFORE_PROFILE = 3  # updates of a process before those that are profiled
 TOTAL_AFTER_UPDATES = 20
 """Updates of a process after which the time of the whole training is estimated; its first is left out."""
 WARM_UP_UPDATES = 50
@@ -195,14 +195,14 @@ class IterTimerHook(Hook):
 
 
 class ProfileHook(Hook):
-    """Profiles ``num_updates`` updates of this process, after ``WARM_UP`` others: a trace of each rank, and the table
-    of all. The device is waited for at both ends, so that the table has all of each update; no number of the run
+    """Profiles ``num_updates`` updates of this process, after ``BEFORE_PROFILE`` others: a trace of each rank, and the
+    table of all. The device is waited for at both ends, so that the table has all of each update; no number of the run
     changes."""
 
     name = "profile"
 
     def __init__(self, *, num_updates: int) -> None:
-        self._num_updates, self._number, self._before = num_updates, -WARM_UP, dict[str, float]()
+        self._num_updates, self._number, self._before = num_updates, -BEFORE_PROFILE, dict[str, float]()
         self._profiler: profile | None = None
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
@@ -210,7 +210,7 @@ class ProfileHook(Hook):
         if self._profiler is not None and (self._number == self._num_updates or run.done):
             self._end(run, self._profiler)
         elif run.done and self._number <= 0:
-            logger().warning("No update is profiled: the training ends, and the first %d warm up.", WARM_UP)
+            logger().warning("No update is profiled: the training ends, and the first %d warm up.", BEFORE_PROFILE)
         elif self._number == 0:
             self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * run.clock.on_cuda)
             self._profiler.start()
