@@ -168,6 +168,7 @@ class Bench:
         while True:
             self.update()
             updates += 1
+            dist.barrier()  # one update may be longer than the other's
             now = time.perf_counter()
             is_done = has_ended()
             waits.append(time.perf_counter() - now)
@@ -206,6 +207,10 @@ class Bench:
             for name, value in values.items():
                 times.setdefault(name, []).append(value)
 
+        def copy() -> None:
+            self.update()  # as before a save
+            keep(copy=self.seconds(self.copy))
+
         def ours() -> None:
             update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
             has_ended = lambda: self.writer.finish() is not None  # noqa: E731
@@ -220,7 +225,7 @@ class Bench:
         turns = [
             lambda: keep(plain=self.seconds(self.plain)),
             lambda: keep(blocking=self.seconds(self.save)),
-            lambda: keep(copy=self.seconds(self.copy)),
+            copy,
             ours,
         ]
         turns += [theirs] * hasattr(self.backend, "_masters")

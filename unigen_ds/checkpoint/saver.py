@@ -80,6 +80,7 @@ class Background(Protocol):
     def wait(self) -> None: ...
 
 
+@without_collector()
 def save(
     work_dir: Path,
     name: str,
@@ -134,10 +135,9 @@ def save(
     attempt = Save(work_dir, name, manifest, form)
     attempt.then = then
     try:
-        with without_collector():
-            attempt.collect(collect)
-            if background is not None:
-                background.copy(attempt, list(tensors()))  # while rank 0 prepares the folder
+        attempt.collect(collect)
+        if background is not None:
+            background.copy(attempt, list(tensors()))  # while rank 0 prepares the folder
         attempt.announce(before)
         if background is not None:
             background.start(attempt)

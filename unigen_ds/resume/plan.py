@@ -142,8 +142,8 @@ def _newest(work_dir: Path, listing: Sequence[store.Candidate], *, hashes: bool)
     if hint is not None and not (work_dir / Path(hint).name).is_dir() and not Path(hint).is_dir():
         messages.append(f"{NOT_RESUMED} {hint}: {store.HINT} names it, and it is not there; {again}")
     elif num_lost:
-        what = "The newest checkpoint is older than the log: "
-        messages.append(f"{NOT_RESUMED} the newest checkpoint: it is gone; {again}" if hint is None else what + again)
+        gone = f"{NOT_RESUMED} a newer checkpoint: none was completed, or it is gone; "
+        messages.append((gone if hint is None else "The newest checkpoint is older than the log: ") + again)
     if checkpoint is None:
         fresh = f"No checkpoint found in {work_dir}: training starts from scratch."
         return ResumePlan("fresh", messages=(*messages, fresh))

@@ -78,8 +78,8 @@ class SignalHook(Hook):
             self.on_exception(run, None)
 
     def _stop(self, run: Run, consequence: str) -> None:
-        name = signal.Signals(self._signal).name if self._signal else "A signal to another process"
-        logger().warning("%s received: %s.", name, consequence)
+        name = f"{signal.Signals(self._signal).name} received" if self._signal else "Another rank has received a signal"
+        logger().warning("%s: %s.", name, consequence)
         self.stopped = True
         run.request_stop(SIGNAL_REASON)
 

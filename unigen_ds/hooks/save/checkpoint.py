@@ -161,7 +161,8 @@ class CheckpointHook(Hook):
         elif due:
             with self._report_failure(run):
                 self._save(run, background=self.async_save)
-            self._went_on = time.monotonic() if regular else None
+            starts_writer = self.async_save and self.longest_s is None  # which takes seconds, once
+            self._went_on = time.monotonic() if regular and not starts_writer else None
 
     def _compare(self, trained_s: float) -> None:
         """Warn where a save needs longer than the training between two, and again where it needs twice as long."""

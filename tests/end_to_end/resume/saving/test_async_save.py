@@ -239,9 +239,12 @@ def test_a_disk_that_is_slower_than_the_interval_is_one_line(tmp_path, digits, a
     monkeypatch.setattr(checkpoint, "SLOW_S", 0.3)  # which the first save of a writer takes, too
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: time.sleep(0.15) or fsync(number))
-    train(tmp_path, digits, checkpoint={"async_save": async_save})
+    actions = {"_2": "stop go_later", "_4": "stop go_later"} if async_save else {}
+    train(tmp_path, digits, checkpoint={"async_save": async_save}, **actions)
     text = r"save needs (\S+) s, .* between two saves (\S+) s: .* is 2 \(iteration\), to (\d+) or more(.*)"
-    [(took, training_s, interval, more)] = re.findall(text, capsys.readouterr().err)
+    output = capsys.readouterr().err
+    [(took, training_s, interval, more)] = re.findall(text, output)
+    assert ("iter_4.pth" in output.partition("save needs")[0]) == async_save, "the first one starts the writer"
     assert float(took) >= max(float(training_s), 0.3) and int(interval) > 2
     assert ("async_save=True" in more) == (not async_save)
 

@@ -178,10 +178,10 @@ def test_a_newest_checkpoint_that_is_gone_and_other_code_are_warnings(tmp_path, 
     assert "Not resumed" not in (text := resume()) and "are trained again" not in text and "source" not in text
     monkeypatch.setattr(manifest_module, "source_digest", lambda: "0123456789abcdef")
     text = resume("iter_6.pth", "last_checkpoint")
-    assert f"WARNING Not resumed from the newest checkpoint: it is gone; {rest}" in text
+    assert f"WARNING Not resumed from a newer checkpoint: none was completed, or it is gone; {rest}" in text
     assert re.search(r"WARNING Checklist, versions: unigen_ds source \w{16} -> unigen_ds source 0123456789abcdef", text)
     text = resume("iter_2.pth", "iter_4.pth", "iter_6.pth", "last_checkpoint")
-    assert "WARNING Not resumed from the newest checkpoint: it is gone; 6 updates after update 0, which" in text
+    assert "none was completed, or it is gone; 6 updates after update 0, which" in text
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------
