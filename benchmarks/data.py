@@ -11,12 +11,16 @@ In: nothing; all files are made in a temporary folder. Out: a table, and ``resul
   nanoVLM's packer: the longest sample first, each to the emptiest sequence that has space for it, buffer by buffer.
 * ``loader``: photographs loaded at 256 px a second with 0, 1 and 2 workers, beside torch's ``DataLoader``; each batch
   is read once, as a training step reads it, and pixels are compared bit by bit.
+* ``vlm``: tokens of conversations about pictures a second, from records to packed batches of one sequence of 4,096
+  tokens, in this process, beside nanoVLM's way (``shared/data_peers.py``); tokens and pixels are compared.
 * ``memory``: bytes a record that a process has of its own after it has opened an index which another one made.
 * ``streaming``: rows of Parquet shards read a second by streaming, in the first pass of a first run and later, beside
   the same files as a source with random access, and as an ``IterableDataset`` of ``datasets``, tokenized by the same
   tokenizer.
 * ``resume``: time from the index to the first sequences, at the end of a synthetic data set of 10^8 records and at its
   beginning, each in new processes.
+* ``packed_start``: time from the index of 10^7 records that were never packed to the first packed sequence, in new
+  processes, beside ``datasets`` that opens as many lengths, shuffles them and fills a sequence (it plans no other one).
 
 Texts are passages of Python's own documentation and of the descriptions of installed packages; photographs are parts of
 the two that scikit-learn has. All sides run in turns in one process; ratios are paired by round. Beside the time of the
@@ -59,6 +63,7 @@ from shared.data_peers import (
     header_sides,
     image_processor,
     text_sides,
+    vlm_sides,
     write_pictures,
 )
 from shared.record import RESULTS, interval, write_result
@@ -75,7 +80,9 @@ from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.samples.sample import COLUMNS, Array, Counts
 from unigen_ds.data.sources.text_files import JsonSource
 
-SECTIONS = ("headers", "texts", "documents", "packing", "loader", "memory", "resume", "streaming")
+SECTIONS = (
+    "headers", "texts", "documents", "packing", "loader", "vlm", "memory", "resume", "packed_start", "streaming",
+)  # fmt: skip
 LIMITS = {
     "texts: ratio": 0.7,
     "documents: ratio": 0.8,
@@ -85,12 +92,14 @@ LIMITS = {
     "loader, 0 workers: ratio": 1.0,
     "loader, 1 workers: ratio": 1.2,
     "loader, 2 workers: ratio": 1.2,
+    "vlm: ratio": 1.5,
     "memory: bytes a record": 16.0,
     "resume: ratio": 1.1,
+    "packed_start: seconds": 3.0,
 }
-"""At least so much; of memory and resume at most. The ratios of an index are of CPU time, to a loop that only tokenizes
+"""At least so much; of memory and starts at most. The ratios of an index are of CPU time, to a loop that only tokenizes
 (reads headers), without digests, counts and checks."""
-AT_MOST = ("memory: bytes a record", "resume: ratio")
+AT_MOST = ("memory: bytes a record", "resume: ratio", "packed_start: seconds")
 BATCH, SEQ_LENGTH, WINDOW, BUFFER_SEQUENCES = 8, 4096, 8192, 8
 
 
@@ -200,6 +209,11 @@ def loader(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
     return result
 
 
+def vlm(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    sides = vlm_sides(folder, options.talks, seq_length=SEQ_LENGTH, buffer_sequences=BUFFER_SEQUENCES)
+    return in_turns(sides, {name: side() for name, side in sides.items()}, rounds, same=False)
+
+
 def read(patches: torch.Tensor) -> int:
     """As a training step does: memory that another process has filled is mapped then."""
     assert patches.sum().isfinite()
@@ -235,9 +249,9 @@ def memory(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
     return {"records": large, "bytes_a_record": (sizes[1] - sizes[0]) / (large - small)}
 
 
-def inside_memory(folder: Path, number: int) -> dict[str, float]:
+def inside_memory(folder: Path, records: str) -> dict[str, float]:
     """What opening an index, fitting it and reading a window add to this process."""
-    processor = image_processor(folder)
+    number, processor = int(records), image_processor(folder)
     before = private_bytes()
     data = UnifiedGenerationDataset(folder / f"records-{number}.jsonl", processor)
     packer = BestFitPacking(64)
@@ -293,9 +307,9 @@ def resume(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, 
     return {"records": options.records, "cpu_seconds": times, "end_to_begin": ratio}
 
 
-def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
+def inside_resume(folder: Path, where: str, records: str) -> dict[str, float]:
     """From the index to the first sequences."""
-    start, cpu_before = time.perf_counter(), cpu_seconds()
+    start, cpu_before, number = time.perf_counter(), cpu_seconds(), int(records)
     data = Synthetic(folder, number)
     packer = BestFitPacking(WINDOW)
     stream = SequenceStream(
@@ -304,6 +318,54 @@ def inside_resume(folder: Path, where: str, number: int) -> dict[str, float]:
     last = number // WINDOW - 1
     rows = list(islice(stream.rows(Cursor(0, last if where == "end" else 0, 3, 3)), 64))
     assert len(rows) == 64 and stream.identity
+    return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu_before}
+
+
+def packed_start(folder: Path, rounds: int, options: argparse.Namespace) -> dict[str, Any]:
+    folder = folder / "never_packed"
+    folder.mkdir()
+    data, sides = Synthetic(folder, options.unpacked), ["ours"]
+    try:
+        import datasets
+    except ImportError:
+        print("not installed: datasets (pip install -e '.[bench]' -c constraints.txt)")
+    else:
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict({"length": np.array(data.counts().tokens)}).save_to_disk(str(folder / "lengths"))
+        sides.append("datasets")
+    results: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for turn in range(rounds + 1):
+        for side in sides[:: 1 if turn % 2 else -1]:
+            for path in [*folder.glob("plan-*"), *(folder / "lengths").glob("cache-*")]:
+                path.unlink()
+            result = in_new_process("packed_start", folder, side, str(options.unpacked))
+            if turn:  # the first fills the page cache
+                results[side].append(result)
+    times = {key: {side: [one[key] for one in some] for side, some in results.items()}
+             for key in ("seconds", "cpu_seconds")}  # fmt: skip
+    return {"records": options.unpacked, **times}
+
+
+def inside_packed_start(folder: Path, side: str, records: str) -> dict[str, float]:
+    """From an index, or a data set of lengths, to the first sequence; imports do not count."""
+    number, packer = int(records), BestFitPacking(WINDOW)
+    if side == "datasets":
+        import datasets
+
+        datasets.disable_progress_bars()
+    start, cpu_before = time.perf_counter(), cpu_seconds()
+    if side == "ours":
+        stream = SequenceStream(
+            [Synthetic(folder, number)], GlobalOrder([number], seed=0), packer=packer, seq_length=SEQ_LENGTH
+        )
+        row, _ = next(stream.rows())
+        assert len(row) > 1 and stream.sequences_per_epoch > number // 50
+    else:
+        total = 0
+        for one in datasets.load_from_disk(str(folder / "lengths")).shuffle(seed=0):
+            total += one["length"]
+            if total >= SEQ_LENGTH:
+                break
     return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu_before}
 
 
@@ -330,10 +392,14 @@ def values_of(results: dict[str, Any]) -> dict[str, float]:
         values["packing: full"] = results["packing"]["full"]["ours"]
     for workers, part in results.get("loader", {}).items():
         values[f"loader, {workers}: ratio"] = part["ours_to"]["torch's DataLoader"]["median"]
+    if "vlm" in results:
+        values["vlm: ratio"] = results["vlm"]["ours_to"]["nanoVLM"]["median"]
     if "memory" in results:
         values["memory: bytes a record"] = results["memory"]["bytes_a_record"]
     if "resume" in results:
         values["resume: ratio"] = results["resume"]["end_to_begin"]["median"]
+    if "packed_start" in results:
+        values["packed_start: seconds"] = float(np.median(results["packed_start"]["cpu_seconds"]["ours"]))
     return values
 
 
@@ -347,17 +413,18 @@ def main() -> int:
     parser.add_argument("--packed", type=int, default=409_600)
     parser.add_argument("--packed-by-peer", type=int, default=24_576)
     parser.add_argument("--pictures", type=int, default=2_400)
+    parser.add_argument("--talks", type=int, default=300, help="conversations of the section vlm")
     parser.add_argument("--indexed", type=int, default=300_000)
     parser.add_argument("--rows", type=int, default=20_480)
     parser.add_argument("--records", type=int, default=100_000_000)
+    parser.add_argument("--unpacked", type=int, default=10_000_000, help="records of the section packed_start")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.inside:
         what, folder, *more = options.inside
-        inside = inside_memory(Path(folder), int(more[0])) if what == "memory" else None
-        print(json.dumps(inside or inside_resume(Path(folder), more[0], int(more[1]))))
+        print(json.dumps(globals()[f"inside_{what}"](Path(folder), *more)))
         return 0
     before, results = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory(prefix="data-") as name:

@@ -2,13 +2,15 @@
 
 In: nothing. Out: a table, and ``results/peers_<date>.json``. Accepted if the median of (ours - bare loop over our
 loader) is at most 1 ms, in time, and in CPU time of the training thread, which other work of the machine affects less.
+With the hooks of a real run 0.9 ms is to reach; it has no effect on the exit status.
 
 All sides train the same tiny unified model from the same weights on the same packed batches of real digits, which one
 ``DataLoader`` makes in a worker process (ours uses its own loader), with AdamW (fused), clipping at 1.0, a constant
 learning rate, and a logged loss every 10 updates; at the end the weights of all are compared. Only the framework around
 forward and backward differs. The bare loop does nothing else: no log file, no check for finite gradients, no ledger; it
 runs with torch's ``DataLoader`` as the peers do, and a second time with our loader, which by itself saves some
-milliseconds per batch. Ours has all default hooks; checkpoints are off on every side.
+milliseconds per batch. Ours has all default hooks; checkpoints are off on every side. ``ours_real_hooks`` has the hooks
+of a real run: also a ``CheckpointHook``, whose save comes after all blocks, and an ``EMAHook``, which no peer has.
 
 Each side runs in its own thread, one at a time, for a block of updates; the first updates of a block consume the
 batches that the workers prepared meanwhile, and are not timed. In every round each side has one block, in an order that
@@ -41,7 +43,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARAL
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from shared.record import RESULTS, interval, write_result
+from shared.record import REAL_HOOKS, RESULTS, interval, write_result
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -53,7 +55,7 @@ from unigen_ds.runner.settings.tree import Settings, load_config
 from unigen_ds.runner.start.build import build_data, build_model
 from unigen_ds.runner.start.parts import build_parts
 
-LIMIT_MS, LR, MAX_NORM, LOG_INTERVAL = 1.0, 1e-3, 1.0, 10
+LIMIT_MS, REAL_LIMIT_MS, LR, MAX_NORM, LOG_INTERVAL = 1.0, 0.9, 1e-3, 1.0, 10
 OPTIMIZER = {"betas": (0.9, 0.95), "weight_decay": 0.05, "fused": True}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 WARM_UP, LEAD = 20, 6
@@ -122,7 +124,8 @@ class Task:
     folder: Path
     total: int
 
-    def config(self, name: str) -> Any:
+    def config(self, name: str, **hooks: Any) -> Any:
+        """``hooks``: those of a real run, beside the default ones."""
         llm = {f"model.llm.{key}": value for key, value in {**SIZES, "num_key_value_heads": 4, "dropout": 0.0}.items()}
         return load_config(
             "unified_digits",
@@ -139,6 +142,7 @@ class Task:
                 "default_hooks.checkpoint": None,
                 "default_hooks.logger.interval": LOG_INTERVAL,
                 "custom_hooks": [],
+                **hooks,
             },
         )
 
@@ -219,14 +223,14 @@ def _bare(task: Task, batches: Any, on_update: Callable[[], None]) -> Weights:
     return dict(model.model.named_parameters())
 
 
-def ours(task: Task, on_update: Callable[[], None]) -> Weights:
+def ours(task: Task, on_update: Callable[[], None], **hooks: Any) -> Weights:
     class Last(Hook):
         priority = 10_000  # type: ignore[assignment]
 
         def after_update(self, run: Run, result: UpdateResult) -> None:
             on_update()
 
-    parts = build_parts(task.config("ours"))
+    parts = build_parts(task.config("real" if hooks else "ours", **hooks))
     runner = Runner(dataclasses.replace(parts, hooks=[*parts.hooks, Last()]))
     weights: dict[str, Tensor] = {}
 
@@ -237,6 +241,10 @@ def ours(task: Task, on_update: Callable[[], None]) -> Weights:
     runner.hooks = [*runner.hooks, Keep()]
     runner.train()
     return weights
+
+
+def ours_real_hooks(task: Task, on_update: Callable[[], None]) -> Weights:
+    return ours(task, on_update, **REAL_HOOKS)
 
 
 def trainer(task: Task, on_update: Callable[[], None]) -> Weights:
@@ -330,8 +338,8 @@ def lightning(task: Task, on_update: Callable[[], None]) -> Weights:
 
 
 SIDES: dict[str, Callable[[Task, Callable[[], None]], Weights]] = {
-    "bare": bare, "bare_own_loader": bare_own_loader, "ours": ours, "trainer": trainer, "mmengine": mmengine,
-    "lightning": lightning,
+    "bare": bare, "bare_own_loader": bare_own_loader, "ours": ours, "ours_real_hooks": ours_real_hooks,
+    "trainer": trainer, "mmengine": mmengine, "lightning": lightning,
 }  # fmt: skip
 
 
@@ -381,9 +389,15 @@ def measure(names: Sequence[str], *, rounds: int, timed: int) -> dict[str, Any]:
         name: interval([a - b for a, b in zip(values, blocks["bare"], strict=True)])
         for name, values in blocks.items() if name != "bare"
     }  # fmt: skip
-    if {"ours", "bare_own_loader"} <= set(blocks):
-        for key, of in (("runner_ms", blocks), ("runner_cpu_ms", cpu)):
-            result[key] = interval([a - b for a, b in zip(of["ours"], of["bare_own_loader"], strict=True)])
+    for label, of in (("ms", blocks), ("cpu_ms", cpu)):
+        more = {
+            name: interval([a - b for a, b in zip(of[name], of["bare_own_loader"], strict=True)])
+            for name in ("ours", "ours_real_hooks") if {name, "bare_own_loader"} <= set(of)
+        }  # fmt: skip
+        if "ours" in more:
+            result[f"runner_{label}"] = more["ours"]
+        if "ours_real_hooks" in more:
+            result[f"real_hooks_{label}"] = {"ours": more["ours_real_hooks"]}
     result["largest_weight_difference"] = {
         name: max(float((w - weights["bare"][key]).abs().max()) for key, w in others.items())
         for name, others in weights.items() if name != "bare"
@@ -407,12 +421,17 @@ def main() -> int:
         cost, apart = result["added_ms"].get(name), result["largest_weight_difference"].get(name)
         text = f"{cost['median']:+.2f} ms ({cost['low']:+.2f} to {cost['high']:+.2f})" if cost else "-"
         print(f"{name:16}{each['median']:>16.2f} ms{text:>36}{'-' if apart is None else f'{apart:.1e}':>20}")
-    for key, of in (("runner_ms", "time"), ("runner_cpu_ms", "CPU time of its thread")):
-        if runner := result.get(key):
-            print(f"The Runner alone (ours - bare loop over our loader), {of}: {runner['median']:+.2f} ms "
-                  f"({runner['low']:+.2f} to {runner['high']:+.2f}); limit {LIMIT_MS} ms")  # fmt: skip
-    record = {"limit_ms": LIMIT_MS, "rounds": options.rounds, "timed": options.timed, **result,
-              "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
+    for label, of in (("ms", "time"), ("cpu_ms", "CPU time of its thread")):
+        hooks = (
+            ("default hooks", LIMIT_MS, result.get(f"runner_{label}")),
+            ("hooks of a real run", REAL_LIMIT_MS, result.get(f"real_hooks_{label}", {}).get("ours")),
+        )
+        for name, limit, more in hooks:
+            if more:
+                print(f"The Runner alone, {name} (ours - bare loop over our loader), {of}: {more['median']:+.2f} ms "
+                      f"({more['low']:+.2f} to {more['high']:+.2f}); limit {limit} ms")  # fmt: skip
+    record = {"limit_ms": LIMIT_MS, "real_limit_ms": REAL_LIMIT_MS, "rounds": options.rounds, "timed": options.timed,
+              **result, "load_before": load_before, "load_after": os.getloadavg()}  # fmt: skip
     print(f"Written: {os.path.relpath(write_result('peers', record, folder=options.out))}")
     sys.stdout.flush()
     os._exit(int(result.get("runner_ms", {"low": 0.0})["low"] > LIMIT_MS))  # daemon threads of the sides are done

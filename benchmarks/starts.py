@@ -1,4 +1,4 @@
-"""Time from the command line to the end: a training of one update with each engine, and the tools that read a config.
+"""Time from the command line to the end: a training of one update with each engine, and the tools of configs and runs.
 
 In: nothing; a decoder of two layers, its documents and a run of it are made in a temporary folder. Out: a table of CPU
 and wall time, and ``results/starts_<date>.json``. All commands run in turns, each in processes of its own; the first
@@ -28,6 +28,7 @@ from shared.record import RESULTS, ROOT, interval, write_result
 
 WORDS = tuple(f"word{i}" for i in range(500))
 RUN = "{folder}/run"
+PROMPTS = [part for word in WORDS[:10] for part in ("--prompt", word)]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 ONE_UPDATE = ("tools/train.py", "{config}", "--max-updates", "1", "--work-dir", "{new}")
 COMMANDS = {
@@ -38,11 +39,12 @@ COMMANDS = {
     "resume": ("tools/resume.py", "{config}", "--work-dir", RUN),
     "inspect_data": ("tools/inspect_data.py", "{config}"),
     "plan": ("tools/plan.py", "{config}"),
+    "generate": ("tools/generate.py", RUN, *PROMPTS, "--max-length", "20", "--out", "{new}"),
     "report": ("tools/report.py", "{folder}/long", "--out", "{new}.html"),
 }
 LIMITS = {
     "train single": 5.5, "train fsdp@2": 6.5, "train zero2@2": 7.5, "resume": 2.0, "inspect_data": 3.0, "plan": 8.0,
-    "report": 3.0,
+    "generate": 3.0, "report": 3.0,
 }  # fmt: skip
 """Seconds."""
 REPORT_LINES = 100_000

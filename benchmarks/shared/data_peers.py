@@ -7,13 +7,15 @@ a number that shows that it did the same work.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.metadata import distributions
+from itertools import islice
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -22,15 +24,25 @@ import numpy as np
 import torch
 from PIL import Image
 from shared.record import ROOT
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from unigen_ds.core.progress import Geometry
+from unigen_ds.data.batches.loader import UpdateLoader
+from unigen_ds.data.batches.stream import SequenceStream
 from unigen_ds.data.cache.array_cache import load_or_fill
+from unigen_ds.data.datasets.dataset import UnifiedGenerationDataset
 from unigen_ds.data.images.image_files import ImageTransform, patchify
+from unigen_ds.data.images.tiles import GLOBAL_TOKEN, IMAGE_TOKEN, split_tiles, tile_token
 from unigen_ds.data.index.index import Plan, plan_all
+from unigen_ds.data.order.order import GlobalOrder
+from unigen_ds.data.order.packing import BestFitPacking
 from unigen_ds.data.records.records import Layout
 from unigen_ds.data.sources.text_files import JsonSource
-from unigen_ds.data.text.tokenizers import PretrainedTokenizer
+from unigen_ds.data.text.tokenizers import ChatTokenizer, PretrainedTokenizer
 from unigen_ds.families.bagel.processor import UnifiedProcessor
+from unigen_ds.families.nanovlm.processor import VLMProcessor
 from unigen_ds.system.machine import num_cores
 
 SIDE, PATCH = 256, 16
@@ -202,7 +214,7 @@ class Pictures(Dataset[torch.Tensor]):
 
 
 def emptiest_first(lengths: Sequence[int], seq_length: int, spare: int = 5) -> list[list[int]]:
-    """As nanoVLM's packer, whose default number of spare sequences is 5; none of the samples has images here."""
+    """As nanoVLM's packer, whose default number of spare sequences is 5; its limit of images is not reached here."""
     number = -(-sum(lengths) // seq_length) + spare
     loads, groups = [0] * number, [list[int]() for _ in range(number)]
     for sample in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -216,3 +228,161 @@ def emptiest_first(lengths: Sequence[int], seq_length: int, spare: int = 5) -> l
         loads[k] += lengths[sample]
         groups[k].append(sample)
     return [group for group in groups if group]
+
+
+# --- a vision-language model: conversations about pictures -> packed batches ------------------------------------------
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TILE, LARGEST, SHUFFLE = 256, 512, 4
+IGNORED = -100
+
+
+def write_talks(folder: Path, number: int) -> Path:
+    """Conversations of three questions and answers about a photograph each, of 40 in four sizes."""
+    draw, words = random.Random(0), passages(6 * number, 8, 60, seed=1)
+    folder.mkdir()
+    for i in range(40):
+        size = draw.choice([(512, 384), (384, 512), (640, 480), (300, 400)])
+        photograph(draw).resize(size).save(folder / f"{i}.jpg", quality=90)
+
+    def record(i: int) -> dict[str, Any]:
+        turns = [{"role": "user", "type": "image", "image_path": f"{i % 40}.jpg"}]
+        for k in range(6):
+            role = "assistant" if k % 2 else "user"
+            turns.append({"role": role, "type": "text", "content": words[6 * i + k]})
+        return {"conversations": turns}
+
+    path = folder / "talks.jsonl"
+    path.write_text("".join(json.dumps(record(i)) + "\n" for i in range(number)))
+    return path
+
+
+class NanoVLM:
+    """The data path of huggingface/nanoVLM (``data/``: processors, datasets, advanced_datasets, collators), by hand.
+
+    Pictures: PIL's bicubic resize to multiples of the tile, floats in [0, 1], the whole in the size of one tile before
+    its tiles; PIL and torch do what torchvision does there. Texts: the chat template tokenized for the whole
+    conversation, and once more for each message, whose lengths are the mask. Packing: buffers of ``buffer_sequences``
+    sequences, each sample with a token of padding after it, joined token by token as published, or by ``torch.cat``
+    (``join``). Its thread and its own reader of records are left out: the records are in memory.
+    """
+
+    def __init__(
+        self, path: Path, tokenizer: Any, *, tokens_per_tile: int, seq_length: int, buffer_sequences: int, join: bool
+    ) -> None:
+        self.folder, self.tokenizer, self.tokens_per_tile = path.parent, tokenizer, tokens_per_tile
+        self.seq_length, self.buffer_length, self.join = seq_length, seq_length * buffer_sequences, join
+        self.records = [json.loads(line)["conversations"] for line in path.read_text().splitlines()]
+        beginning = self._tokens([{"role": "assistant", "content": "xzyvd"}], text=True).partition("xzyvd")[0]
+        self.prefix = len(tokenizer.encode(beginning))
+
+    def _tokens(self, messages: list[dict[str, str]], *, text: bool = False) -> Any:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=not text, return_dict=False, add_special_tokens=False
+        )
+
+    def tiles(self, path: Path) -> tuple[Tensor, tuple[int, int]]:
+        """[tiles, 3, TILE, TILE], and rows and columns."""
+        image = Image.open(path)
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        long, short = max(image.size), min(image.size)
+        target = min(LARGEST, math.ceil(long / TILE) * TILE)
+        other = max(TILE, math.ceil(short * (target / long) / TILE) * TILE)
+        width, height = (target, other) if image.width >= image.height else (other, target)
+        pixels = np.array(image.resize((width, height), Image.Resampling.BICUBIC), copy=True)
+        whole = torch.from_numpy(pixels).permute(2, 0, 1).contiguous().to(torch.float32).div(255)[None]
+        rows, columns = height // TILE, width // TILE
+        parts = whole.view(3, rows, TILE, columns, TILE).permute(1, 3, 0, 2, 4).reshape(-1, 3, TILE, TILE)
+        if rows * columns > 1:
+            small = F.interpolate(whole, size=(TILE, TILE), mode="bilinear", antialias=True, align_corners=False)
+            parts = torch.cat([small, parts])
+        return parts, (rows, columns)
+
+    def sample(self, turns: list[dict[str, str]]) -> dict[str, Any]:
+        images, (rows, columns) = self.tiles(self.folder / turns[0]["image_path"])
+        heads = [GLOBAL_TOKEN]
+        if rows * columns > 1:
+            heads += [tile_token(row, column) for row in range(rows) for column in range(columns)]
+        messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns[1:]]
+        for message in messages:
+            message["content"] = message["content"].replace(IMAGE_TOKEN, "")
+        prefix = "".join(head + IMAGE_TOKEN * self.tokens_per_tile for head in heads)
+        messages[0]["content"] = prefix + messages[0]["content"]
+        ids = torch.tensor(self._tokens(messages))
+        mask, start = torch.zeros(len(ids), dtype=torch.bool), 0
+        for message in messages:
+            length = len(self._tokens([message]))
+            if message["role"] == "assistant":
+                mask[start + self.prefix : start + length] = True
+            start += length
+        labels = ids.masked_fill(~mask, IGNORED).roll(-1)
+        labels[-1] = IGNORED
+        return {"ids": ids, "labels": labels, "attended": torch.ones_like(ids), "images": [images]}
+
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """One sequence each, padded on the left."""
+        buffer, length = list[dict[str, Any]](), 0
+        for turns in self.records:
+            sample = self.sample(turns)
+            if len(sample["ids"]) >= self.seq_length:
+                continue
+            for key, value in (("ids", 0), ("labels", IGNORED), ("attended", 0)):
+                sample[key] = torch.cat([sample[key], torch.tensor([value])])
+            buffer.append(sample)
+            length += len(sample["ids"])
+            if length >= self.buffer_length:
+                yield from self._packed(buffer)
+                buffer, length = [], 0
+        yield from self._packed(buffer)
+
+    def _packed(self, buffer: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for group in emptiest_first([len(sample["ids"]) for sample in buffer], self.seq_length):
+            batch: dict[str, Any] = {"images": [image for i in group for image in buffer[i]["images"]]}
+            for key, value in (("ids", 0), ("labels", IGNORED), ("attended", 0)):
+                parts = [buffer[i][key] for i in group]
+                row = torch.cat(parts) if self.join else torch.stack([token for part in parts for token in part])
+                batch[key] = F.pad(row, (self.seq_length - len(row), 0), value=value)[None]
+            yield batch
+
+
+def vlm_sides(folder: Path, number: int, *, seq_length: int, buffer_sequences: int) -> Sides:
+    """Tokens of packed batches, padding not counted; ours of about all conversations, nanoVLM's of each."""
+    path = write_talks(folder / "talks", number)
+    if not (folder / "tokenizer").exists():
+        _write_tokenizer(folder / "tokenizer")
+    tokenizer = ChatTokenizer(path=str(folder / "tokenizer"), chat_template=TEMPLATE)
+    processor = VLMProcessor(
+        tokenizer, tile_size=TILE, vit_patch_size=PATCH, pixel_shuffle_factor=SHUFFLE, max_image_size=LARGEST
+    )
+    data = UnifiedGenerationDataset(path, processor)
+    tokens = int(data.index.counts.tokens.sum())
+    packer, order = BestFitPacking(128), GlobalOrder([number], seed=0)
+    num_sequences = tokens // seq_length
+    stream = SequenceStream([data], order, packer=packer, seq_length=seq_length, sequences_per_epoch=num_sequences)
+
+    def peer(join: bool) -> NanoVLM:
+        sizes = {"tokens_per_tile": processor.tokens_per_tile, "buffer_sequences": buffer_sequences}
+        return NanoVLM(path, tokenizer.chat, seq_length=seq_length, join=join, **sizes)
+
+    def ours() -> int:
+        loader = UpdateLoader(stream, processor=processor, geometry=Geometry(1, 1, 1), num_workers=0)
+        count = sum(micro.batch.num_tokens for [micro] in islice(loader, num_sequences))
+        loader.close()
+        return count
+
+    def theirs(nanovlm: NanoVLM) -> int:
+        return sum(int(batch["attended"].sum()) for batch in nanovlm.batches())
+
+    published, joined = peer(join=False), peer(join=True)
+    pictures = [path.parent / f"{i}.jpg" for i in range(40)]
+    for picture in pictures:
+        tiles = split_tiles(processor.tiling.pixels(Image.open(picture)), TILE)
+        assert torch.equal(torch.stack(tiles), published.tiles(picture)[0]), f"other pixels of {picture}"
+    counts = [int(batch["labels"].ne(IGNORED).sum()) for batch in joined.batches()]
+    assert theirs(joined) == tokens, (theirs(joined), tokens)
+    assert sum(counts) == int(data.index.counts.text_targets.sum()), "other targets"
+    return {"ours": ours, "nanoVLM": lambda: theirs(published), "nanoVLM with torch.cat": lambda: theirs(joined)}

@@ -19,6 +19,11 @@ from unigen_ds.checkpoint.manifest import current_versions
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 RESAMPLES = 10_000
+REAL_HOOKS: dict[str, Any] = {
+    "default_hooks.checkpoint": {"type": "CheckpointHook", "unit": "update", "interval": 10**6, "max_keep_ckpts": 2},
+    "custom_hooks": [{"type": "EMAHook", "momentum": 0.0001}],
+}
+"""Overrides of a config: what the shipped config of BAGEL has beside the default hooks; no save is due in a block."""
 
 
 def interval(ratios: Sequence[float]) -> dict[str, float]:

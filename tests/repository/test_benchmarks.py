@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import sys
 import time
@@ -16,7 +17,7 @@ from benchmarks import gpu, summary
 from tests.support.needs import slow
 from tests.support.processes import ENVIRONMENT, ROOT, run
 
-QUICK = ["optimizer", "resume", "unified_4096"]
+QUICK, GPU_CHECKS = ["optimizer", "resume", "unified_4096"], "shared.gpu_checks"
 
 
 @pytest.mark.parametrize("only", [QUICK, *slow([])], ids=["some", "all"])
@@ -26,7 +27,8 @@ def test_a_rehearsal_runs_the_checks_and_measures_nothing(tmp_path: Path, only: 
     assert process.returncode == 0, process.stdout + process.stderr
     (path,) = tmp_path.glob("gpu_rehearsal_*.json")
     checks = json.loads(path.read_text())["checks"]
-    assert {check["status"] for check in checks} == {"rehearsed"} and len(checks) == len(only or gpu_checks().CHECKS)
+    names = only or importlib.import_module(GPU_CHECKS).CHECKS
+    assert {check["status"] for check in checks} == {"rehearsed"} and len(checks) == len(names)
     figures = [one for check in checks for one in check["figures"]]
     assert {one["value"] for one in figures} == {"not measured"} and {one["holds"] for one in figures} == {None}
     values = {one["name"]: one["rehearsed"] for one in figures}
@@ -34,14 +36,8 @@ def test_a_rehearsal_runs_the_checks_and_measures_nothing(tmp_path: Path, only: 
     assert path.with_suffix(".html").read_text().count(">not measured<") == len(figures)
 
 
-def gpu_checks():
-    from shared import gpu_checks
-
-    return gpu_checks
-
-
 def test_a_check_that_fails_or_has_no_time_is_reported_and_the_next_one_runs(monkeypatch, capsys) -> None:
-    module = gpu_checks()
+    module = importlib.import_module(GPU_CHECKS)
 
     def fails(check):
         check.figure("first", 1.0)
@@ -77,15 +73,18 @@ def test_the_summary_has_a_row_for_each_promise(tmp_path: Path) -> None:
     figures = [{"name": "x", "unit": "s", "value": 2.0, "most": 1, "least": None, "holds": False}]
     checks = [{"title": "T", "status": "misses", "text": "misses", "figures": figures}]
     (tmp_path / "gpu_2026-01-02.json").write_text(json.dumps({"device": "H", "checks": checks}))
-    rows = {row.split(" | ")[0][2:]: row for row in summary.summary(tmp_path).splitlines() if row.startswith("| ")}
+    page = summary.summary(tmp_path).splitlines()
+    rows = {row.split(" | ")[0][2:]: row for row in page if row.startswith("| ")}
     assert len(rows) == len(summary.ROWS) + 3
-    assert (
-        "| 1.25 | at most 1.02 | **misses** | C, 2 cores | `saving_2026-01-02.json`" in rows["bytes of a ZeRO-2 save"]
-    )
+    bytes_row = rows["bytes of a ZeRO-2 save"]
+    assert "| 1.25 | at most 1.02 | **misses** | C, 2 cores | `saving_2026-01-02.json`" in bytes_row
+    assert [line.partition(":")[0] for line in page if line.startswith("* ")] == ["* bytes of a ZeRO-2 save"]
     assert "| 0.2 s of CPU time |" in rows["`checkpoints.py list`"] and "| holds |" in rows["`checkpoints.py list`"]
     assert "not measured" in rows["load at 1,024 ranks"] and "**misses** | H" in rows["T: x"]
 
 
-def test_the_summary_is_that_of_the_results() -> None:
+def test_the_summary_is_that_of_the_results_and_each_miss_has_a_reason() -> None:
     page = (summary.RESULTS / "summary.md").read_text(encoding="utf-8")
     assert page == summary.summary(summary.RESULTS), "run python benchmarks/summary.py"
+    rows = {row.title: row.why for row in summary.ROWS if summary.MISSES in summary.cells(row, summary.RESULTS)}
+    assert [title for title, why in rows.items() if not why] == []
