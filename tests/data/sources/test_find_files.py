@@ -105,7 +105,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             dataset(tmp_path / f"none.{kind}")
 
 
-@pytest.mark.parametrize(("divide", "number"), [("file", 1), ("line", 4), ("paragraph", 2)])
+@pytest.mark.parametrize(("divide", "number"), [("file", 1), ("line", 4)])
 def test_documents_of_a_text_file(divide: str, number: int, tmp_path: Path) -> None:
     (tmp_path / "a.md").write_bytes(b"\xef\xbb\xbf# Title\r\nline two\r\n \r\n\r\nthree \xf0\x9f\x99\x82\n  four\n\n")
     texts = texts_of(dataset(tmp_path / "a.md", format={"type": "text", "divide": divide}))

@@ -277,8 +277,8 @@ def of_format(draw: random.Random, folder: Path) -> Case:
 
 
 def text_file(draw: random.Random, folder: Path) -> Case:
-    """A plain text with changed bytes, as one document, by lines or by paragraphs."""
-    divide = draw.choice(["file", "line", "paragraph"])
+    """A plain text with changed bytes, as one document or by lines."""
+    divide = draw.choice(["file", "line"])
     file = folder / draw.choice(["notes.txt", "notes.md"])
     file.write_bytes(changed_bytes(draw, "first line\nsecond \u00e9\u4e2d\n\n \nthird\r\n\nfourth".encode()))
     read = (lambda: [{"text": file.read_bytes().decode("utf-8-sig")}]) if divide == "file" else None

@@ -51,9 +51,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def preview(data: Path, **arguments: Any) -> dict[str, Any]:
     return {
-        "type": "PreviewHook", "interval": 2, "prompts": ["draw a three"], "images": [str(data / "seen.png")],
+        "type": "PreviewHook", "interval": 2, "prompts": ["draw a three", reading(data / "seen.png")],
         "num_held_out": 1, "held_out": source(data), "flow": FLOW, "max_new_tokens": 5, **arguments,
     }  # fmt: skip
+
+
+def reading(*images: object) -> dict[str, Any]:
+    return {"images": [*map(str, images)], "understand": True}
 
 
 def source(data: Path) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def test_what_a_resume_goes_back_from_is_moved_away(data: Path, tmp_path: Path) 
 def test_what_cannot_be_made_is_a_warning(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken picture, an error that no one expects, and a folder that cannot be written."""
     (tmp_path / "broken.png").write_text("no picture")
-    prompts = ["draw a three", {"prompt": "a", "images": [str(tmp_path / "broken.png")]}]
+    prompts = ["draw a three", {"prompt": "a", "images": [str(tmp_path / "broken.png")]}, reading(data / "seen.png")]
     hook = preview(data, prompts=prompts, num_held_out=0)
     runner = train(data, tmp_path / "one", hook, updates=2)
     assert [bool(row["error"]) for row in rows(runner, 2)] == [False, True, False]
@@ -182,12 +186,12 @@ def log(runner: Runner) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": [], "images": [], "num_held_out": 0}, "nothing to show"),
+        ({"prompts": [], "num_held_out": 0}, "nothing to show"),
         ({"interval": 0}, "PreviewHook.interval|interval is 0"),
         ({"flow": {"steps": 3}}, "flow has no key 'steps'"),
         ({"prompts": [{"text": "a"}]}, r"prompts\[0\] has no key 'text'"),
         ({"held_out": None}, "val_dataloader"),
-        ({"images": ["gone.png", "/nowhere/x.png"]}, "no picture /.*/gone.png, /nowhere/x.png.*relative to"),
+        ({"prompts": [reading("gone.png", "/nowhere/x.png")]}, "no picture /.*/gone.png, /nowhere/x.png.*relative to"),
         ({"held_out": {"type": "UnifiedGenerationDataset"}}, "data_path"),
     ],
 )
@@ -198,8 +202,7 @@ def test_refused_at_the_start(data: Path, tmp_path: Path, arguments: dict[str, A
 
 
 def test_a_model_of_texts_is_shown_no_pictures(data: Path, tmp_path: Path) -> None:
-    for options in ({"images": [str(data / "seen.png")]}, {"prompts": [{"images": [str(data / "seen.png")]}]}):
-        hook = {"type": "PreviewHook", **options}
-        with pytest.raises(ConfigError, match="PreviewHook has images, and this model reads texts alone"):
-            Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook])).train()
+    hook = {"type": "PreviewHook", "prompts": [{"images": [str(data / "seen.png")]}]}
+    with pytest.raises(ConfigError, match="PreviewHook has images, and this model reads texts alone"):
+        Runner.from_cfg(text_config(tmp_path, [{"text": spoken(9)}] * 4, custom_hooks=[hook])).train()
     assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -33,7 +33,6 @@ csv.field_size_limit(2**31 - 1)  # Python's own limit refuses a text of 131,072 
 _BOM = b"\xef\xbb\xbf"
 _TOKENS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """All that determines the structure of a JSON text: whole strings (to be skipped), brackets and commas."""
-_PARAGRAPH = re.compile(rb"[^\s](?:.*?)(?=\n[ \t\r]*\n|\s*\Z)", re.DOTALL)
 _LIST_COLUMNS = (
     "conversations", "messages", "texts", "images", "image_list", "instruction_list", "input_images", "output_images",
     *RATING_KEYS,
@@ -280,7 +279,7 @@ class TextSource(RangeSource):
     """One file of text; nothing of it is interpreted, Markdown neither.
 
     Args:
-        divide: what a document is: ``file``, ``line`` or ``paragraph`` (between blank lines); white space is stripped.
+        divide: what a document is: ``file``, or ``line`` without white space around it.
     """
 
     suffixes = (".txt", ".md", ".markdown")
@@ -292,7 +291,7 @@ class TextSource(RangeSource):
         *,
         label: str | None = None,
         folder: Path | None = None,
-        divide: Literal["file", "line", "paragraph"] = "file",
+        divide: Literal["file", "line"] = "file",
     ) -> None:
         super().__init__(path, label=label, folder=folder)
         self.divide = divide
@@ -302,16 +301,7 @@ class TextSource(RangeSource):
         return f"text by {self.divide}"
 
     def spans(self) -> Iterable[tuple[int, int]]:
-        size = self.path.stat().st_size
-        if self.divide == "line":
-            return line_spans(self.path)
-        if self.divide == "file":
-            return [(0, size)]
-        if not size:
-            return []
-        with self.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start = len(_BOM) if data[:3] == _BOM else 0
-            return [(one.start(), one.end() - one.start()) for one in _PARAGRAPH.finditer(data, start)]
+        return line_spans(self.path) if self.divide == "line" else [(0, self.path.stat().st_size)]
 
     def entry(self, raw: bytes, position: Position) -> Row:
         whole = self.divide == "file"

@@ -75,10 +75,8 @@ class PreviewHook(Hook):
     Args:
         prompts: texts, or ``dict(prompt=..., images=[...], parts=["a text", dict(image="a.png")], understand=True)``;
             or the path of a file of them, ``.txt`` or ``.jsonl``, as `tools/generate.py --prompts` reads it. A model
-            that draws makes a picture of each, any other one a text. Prompt i has the seed ``seed + i``, as there.
-        images: paths of pictures that the model reads and describes; a relative one begins in the folder in which the
-            training is started.
-        question: text that follows each of ``images``.
+            that draws makes a picture of each, of one with ``understand`` a text, as any other model. Prompt i has the
+            seed ``seed + i``, as there. A relative path begins in the folder in which the training is started.
         num_held_out: so many records of held-out data: the model's answer beside the record's own.
         held_out: component: a data set with these records; None: the run's validation data.
         interval: updates between previews.
@@ -101,8 +99,6 @@ class PreviewHook(Hook):
         self,
         *,
         prompts: str | Sequence[str | Mapping[str, Any]] = (),
-        images: Sequence[str] = (),
-        question: str = "",
         num_held_out: Annotated[int, Ge(0)] = 0,
         held_out: Mapping[str, Any] | None = None,
         interval: Annotated[float, Gt(0)] = 500,
@@ -116,9 +112,8 @@ class PreviewHook(Hook):
         top_p: float = 1.0,
     ) -> None:
         self._prompts = _prompts(prompts)
-        self._prompts += [PreviewPrompt(question, (path,), understand=True) for path in images]
         if not self._prompts and not num_held_out:
-            raise ConfigError("PreviewHook has nothing to show", allowed="prompts, images or num_held_out")
+            raise ConfigError("PreviewHook has nothing to show", allowed="prompts or num_held_out")
         self._flow, self._drawing = flow or {}, None
         self._sampling = Sampling(temperature, top_p)
         self._num_held_out, self._held_out = num_held_out, held_out

@@ -40,7 +40,6 @@ class SpikeHook(Hook):
     Args:
         z: a loss of more than so many standard deviations above the median of the last `window` updates is a spike; the
             deviation is 1.4826 times the median absolute one, and at least 1 % of the median.
-        grad_norm_z: the same for the gradient norm; None: it is not looked at.
         window: updates that are compared with; before the 20th there is no spike.
         interval: updates between two looks at the losses; before each save there is one, too.
         skip_updates: updates from the spike's first one on whose sequences are left out, at least; of a spike of more
@@ -56,17 +55,15 @@ class SpikeHook(Hook):
         self,
         *,
         z: Annotated[float, Gt(0)] = 6.0,
-        grad_norm_z: Annotated[float, Gt(0)] | None = None,
         window: Annotated[int, Ge(_FEWEST)] = 100,
         interval: Annotated[int, Ge(1)] = 10,
         skip_updates: Annotated[int, Ge(1)] = 1,
         max_rollbacks: Annotated[int, Ge(0)] = 3,
     ) -> None:
-        self.limits = {"loss": z, "gradient norm": grad_norm_z or math.inf}
-        self.window, self.interval = window, interval
+        self.z, self.window, self.interval = z, window, interval
         self.skip_updates, self.max_rollbacks = skip_updates, max_rollbacks
-        self.recent: list[list[float]] = []
-        """Loss and gradient norm of the last updates that are no spikes: on rank 0."""
+        self.recent: list[float] = []
+        """Losses of the last updates that are no spikes: on rank 0."""
         self._pending: list[tuple[int, UpdateResult]] = []
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
@@ -90,32 +87,29 @@ class SpikeHook(Hook):
         """Return to which checkpoint the run goes back, as rank 0 decides; None: it continues."""
         spike, text = list[tuple[int, UpdateResult]](), ""
         for (update, result), loss in zip(pending, losses, strict=True):
-            values = [math.nan if loss is None else loss, float(result.grad_norm)]
-            if not (result.applied and all(map(math.isfinite, values))):
+            if not result.applied or loss is None or not math.isfinite(loss):
                 continue  # the NanGuardHook's, or an update without targets
-            if above := self._above(values):
+            if above := self._above(loss):
                 spike, text = [*spike, (update, result)], text or above
             elif spike:
                 break
             else:
-                self.recent = [*self.recent, values][-self.window :]
+                self.recent = [*self.recent, loss][-self.window :]
         return self._back(run, spike, text) if spike else None
 
-    def _above(self, values: Sequence[float]) -> str:
-        """How far one of them is above what is usual; empty where none is."""
+    def _above(self, loss: float) -> str:
+        """How far a loss is above what is usual; empty where it is not."""
         if len(self.recent) < _FEWEST:
             return ""
-        for i, (name, limit) in enumerate(self.limits.items()):
-            recent = [one[i] for one in self.recent]
-            median = statistics.median(recent)
-            usual = NORMAL * statistics.median(abs(one - median) for one in recent)
-            z = (values[i] - median) / max(usual, SMALLEST * abs(median), 1e-12)
-            if z > limit:
-                return (
-                    f"the {name} is {values[i]:.4g}, {z:.1f} standard deviations above {median:.4g}, the median of the"
-                    f" last {len(recent)} updates ({limit:g} are allowed)"
-                )
-        return ""
+        median = statistics.median(self.recent)
+        usual = NORMAL * statistics.median(abs(one - median) for one in self.recent)
+        z = (loss - median) / max(usual, SMALLEST * abs(median), 1e-12)
+        if z <= self.z:
+            return ""
+        return (
+            f"the loss is {loss:.4g}, {z:.1f} standard deviations above {median:.4g}, the median of the last"
+            f" {len(self.recent)} updates ({self.z:g} are allowed)"
+        )
 
     def _back(self, run: Run, spike: Sequence[tuple[int, UpdateResult]], text: str) -> GoBack:
         (update, first), (last_update, last) = spike[0], spike[-1]

@@ -125,8 +125,8 @@ PREVIEWS["digits"] = {
     "prompts": [
         "draw a three", {"prompt": "this is zero", "understand": True},
         {"prompt": "draw a four", "images": [_PICTURE], "understand": False}, "draw a two",
+        *({"images": [path], "understand": True} for path in (_PICTURE, "{data}/digits/mixed.jsonl")),
     ],
-    "images": [_PICTURE, "{data}/digits/mixed.jsonl"],
     "num_held_out": 2,
     "held_out": {"type": "UnifiedGenerationDataset", "data_path": "{data}/digits/mixed.jsonl"},
 }  # fmt: skip
