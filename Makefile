@@ -147,12 +147,18 @@ $(VENV)/.stamp-app: $(VENV)/.stamp-test
 	touch $@
 
 # Without a CUDA device gpu.py ends with 3: nothing is measured.
+CAMPAIGNS := crash_states kills matrix robustness same_numbers two_machines
+OVERHEADS := $(foreach engine,single fsdp zero2,"overhead.py --threads 1 --backend $(engine)") \
+	$(foreach engine,fsdp zero2,"overhead.py --threads 1 --backend $(engine) --processes 2")
+
 bench: $(VENV)/.stamp-test
-	@for script in $(filter-out benchmarks/gpu.py benchmarks/summary.py,$(wildcard benchmarks/*.py)); do \
-		echo "== $$script"; $(BIN)/python "$$script" || exit 1; \
-	done
-	@$(BIN)/python benchmarks/gpu.py || [ $$? = 3 ]
-	$(BIN)/python benchmarks/summary.py
+	@for script in $(filter-out $(CAMPAIGNS:=.py) gpu.py overhead.py summary.py,$(notdir $(wildcard benchmarks/*.py))) \
+		$(OVERHEADS); do \
+		echo "== $$script"; $(BIN)/python benchmarks/$$script || missed="$$missed $$script;"; \
+	done; \
+	$(BIN)/python benchmarks/gpu.py || [ $$? = 3 ] || missed="$$missed gpu.py;"; \
+	$(BIN)/python benchmarks/summary.py; \
+	[ -z "$$missed" ] || { echo "Exit status not 0:$$missed"; exit 1; }
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
