@@ -4,7 +4,7 @@ In: nothing. Out: a table, and ``results/ema_<date>.json``. Accepted if the medi
 
 Both sides average the same weights of 500 tensors, in turns in one process, in an order that is reversed from turn to
 turn; a turn is 20 moves, and pair k of turns has one ratio. There are two averages, which the sides exchange from turn
-to turn: the place of memory makes a difference of 5 %. Ours is ``ShardEMA.update``, as ``EMAHook`` calls it after each
+to turn: their addresses make a difference of 5 %. Ours is ``ShardEMA.update``, as ``EMAHook`` calls it after each
 update; it calls the same function of torch, so the ratio is about 1. At the end both averages are compared bit by bit.
 
     python benchmarks/ema.py [--tensors 500] [--numel 20000] [--rounds 30]
