@@ -146,7 +146,7 @@ $(VENV)/.stamp-app: $(VENV)/.stamp-test
 	$(VENV)/app/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[app,browser]'
 	touch $@
 
-# Without a CUDA device gpu.py ends with 3: nothing is measured.
+# Campaigns need hours, root or a second tree: they are run by themselves. Without a CUDA device gpu.py ends with 3: nothing is measured.
 CAMPAIGNS := crash_states kills matrix robustness same_numbers two_machines
 OVERHEADS := $(foreach engine,single fsdp zero2,"overhead.py --threads 1 --backend $(engine)") \
 	$(foreach engine,fsdp zero2,"overhead.py --threads 1 --backend $(engine) --processes 2")

@@ -424,7 +424,8 @@ def main() -> int:
     torch.set_num_threads(1)
     if options.inside:
         what, folder, *more = options.inside
-        print(json.dumps(globals()[f"inside_{what}"](Path(folder), *more)))
+        inside = {"memory": inside_memory, "resume": inside_resume, "packed_start": inside_packed_start}
+        print(json.dumps(inside[what](Path(folder), *more)))
         return 0
     before, results = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory(prefix="data-") as name:

@@ -286,7 +286,7 @@ class _Memory:
                     source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[start:stop]
                     self._bytes[begin + start : begin + stop].copy_(source, non_blocking=True)
 
-        pieces = iter(
+        pieces = iter(  # of a list, from which several threads can take
             [
                 (begin, storage, start, min(start + _PIECE, nbytes))
                 for (_, nbytes), (begin, storage) in pickler.storages.items()

@@ -161,7 +161,7 @@ class CheckpointHook(Hook):
         elif due:
             with self._report_failure(run):
                 self._save(run, background=self.async_save)
-            starts_writer = self.async_save and self.longest_s is None  # within its time, which is longer
+            starts_writer = self.async_save and self.longest_s is None  # in its time, once
             self._went_on = time.monotonic() if regular and not starts_writer else None
 
     def _compare(self, trained_s: float) -> None:
