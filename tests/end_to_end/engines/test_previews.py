@@ -40,7 +40,6 @@ def test_a_preview_shows_what_the_checkpoint_draws_and_writes(name: str, tmp_pat
     flow = flow_for(inferencer.model, settings["flow"])
     previews = rows(run.folder, RESUME_UPDATES)
     prompts = [p if isinstance(p, dict) else {"prompt": p} for p in settings["prompts"]]
-    prompts += [{"images": [path], "understand": True} for path in settings["images"]]
     sheet = np.asarray(Image.open(run.folder / "previews" / f"{RESUME_UPDATES}.png").convert("L"), dtype=int)
     for number, (row, prompt) in enumerate(zip(previews, prompts, strict=False)):
         images = [path.replace("{data}", data) for path in prompt.get("images", [])]
