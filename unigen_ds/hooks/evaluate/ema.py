@@ -32,8 +32,10 @@ class ShardEMA:
     def __init__(self, shards: Sequence[Shard], *, momentum: float) -> None:
         self.momentum = momentum
         self.num_updates = 0
-        self.shards = [replace(shard, data=shard.data.detach().clone()) for shard in shards]
-        self._data = [shard.data for shard in self.shards]
+        # views of one buffer: an asynchronous save copies it in one piece
+        sizes = [shard.data.numel() for shard in shards]
+        self._data = torch.cat([shard.data.detach() for shard in shards]).split(sizes) if shards else ()
+        self.shards = [replace(shard, data=data) for shard, data in zip(shards, self._data, strict=True)]
 
     @torch.no_grad()
     def copy_from(self, weights: Sequence[Tensor]) -> None:
