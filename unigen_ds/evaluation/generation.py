@@ -78,8 +78,7 @@ class Answering(Sampling):
     def of(cls, arguments: Mapping[str, Any], *, where: str) -> Answering:
         """Read a config's section. Raises ``ConfigError`` for unknown keys and wrong values."""
         check_arguments(cls, dict(arguments), where=where)
-        answering: Answering = Component(cls, arguments, where=where).build()
-        return answering
+        return Component(cls, arguments, where=where).build()
 
     def drawing(self, backend: Any) -> Any:
         """The settings of drawing of the family of the engine's model. Raises ``ConfigError``."""
@@ -128,8 +127,7 @@ class Question:
             return None
         if self.target.drawn:
             return to_picture(self.target.pixels(processor))
-        text: str = processor.tokenizer.decode([*self.reference_ids])
-        return text
+        return processor.tokenizer.decode([*self.reference_ids])
 
     def prompt(self, processor: Any) -> str:
         """The texts before the answer, a line each, as the tokenizer decodes them."""

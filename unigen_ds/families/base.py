@@ -104,8 +104,7 @@ class Family:
 
         Runs with torch's generator seeded, maybe on the meta device (only a model with ``initial_weights``).
         """
-        model: nn.Module = build(MODELS, spec, where="model")
-        return model
+        return build(MODELS, spec, where="model")
 
     def processor_arguments(self) -> Any:
         """The callable whose arguments the section ``processor`` sets: its annotations define what is allowed."""
@@ -126,8 +125,7 @@ class Family:
         both = sorted(set(sizes) & set(section))
         if both:
             raise ConfigError(f"processor sets {', '.join(both)}", remedy="leave it out: the model's config fixes it")
-        processor: Processor = self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **section)
-        return processor
+        return self.processor_arguments()(tokenizer=tokenizer, seed=seed, **sizes, **section)
 
     def chance_level(self, processor: Any) -> Mapping[str, float]:
         """The mean of a loss term where the model has learned nothing, of the terms of which it is known: a fine-tune

@@ -148,8 +148,7 @@ def tokens_left(num_tokens: int, limit: int | None) -> int:
 
 
 def likeliest(logits: Tensor, documents: Sequence[int] = ()) -> Sequence[int]:
-    ids: list[int] = logits.argmax(-1).tolist()
-    return ids
+    return logits.argmax(-1).tolist()
 
 
 def sample(logits: Tensor, sampling: Sampling, random: torch.Generator) -> int:
@@ -174,8 +173,7 @@ def chooser(sampling: Sampling, seeds: Sequence[int]) -> Choose:
 
 def device_of(model: Any) -> torch.device:
     """The device on which a model computes. Of one that an engine shards, parameters may be elsewhere."""
-    device: torch.device = getattr(model, "compute_device", None) or next(model.parameters()).device
-    return device
+    return getattr(model, "compute_device", None) or next(model.parameters()).device
 
 
 def idle_arguments(model: Any, processor: Any) -> tuple[Any, ...]:

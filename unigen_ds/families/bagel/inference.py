@@ -347,8 +347,7 @@ class InterleaveInferencer:
 
         def velocity(which: int, x_LC: Tensor, t: float) -> Tensor:
             attend = _attend_apart(batches[which], [each.cache for each in own[which]])
-            v_LC: Tensor = self.model.velocity(batches[which], x_LC, t, attend=attend)
-            return v_LC
+            return self.model.velocity(batches[which], x_LC, t, attend=attend)
 
         x_LC = noise_LC.to(device_of(self.model))
         for t, following in steps(flow):
@@ -367,8 +366,7 @@ class InterleaveInferencer:
     @torch.no_grad()
     def decode(self, x_LC: Tensor, grid: tuple[int, int]) -> Tensor:
         """Latent patches -> image ``[C, H, W]`` in about [-1, 1]."""
-        image: Tensor = self.model.vae.decode(unpatchify_latent(x_LC, grid, self.processor.latent_patch_size)[None])[0]
-        return image
+        return self.model.vae.decode(unpatchify_latent(x_LC, grid, self.processor.latent_patch_size)[None])[0]
 
 
 def _attend_apart(batch: PackedBatch, caches: Sequence[KVCache]) -> Attend:

@@ -313,8 +313,7 @@ class UnifiedModel(PretrainedModel):
         """Velocity ``[M, C]`` of noisy patches from their final hidden states. A subclass that predicts something else
         (the clean picture, the noise) overrides this; loss and samplers stay those of the velocity.
         """
-        velocity: Tensor = self.llm2vae(hidden_MD)
-        return velocity
+        return self.llm2vae(hidden_MD)
 
     def next_token_logits(self, batch: PackedBatch, *, attend: Attend | None = None) -> Tensor:
         """Logits ``[documents, vocabulary]`` of the token that follows each document, whose images are clean."""
