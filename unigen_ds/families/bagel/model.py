@@ -75,11 +75,10 @@ class MoTAttention(RoutedModule):
         width, eps = config["hidden_size"], config["rms_norm_eps"]
         self.head_width = width // config["num_attention_heads"]
         for suffix in ("", "_moe_gen"):
-            self.add_module("q_proj" + suffix, nn.Linear(width, config["num_attention_heads"] * self.head_width))
+            self.add_module("q_proj" + suffix, nn.Linear(width, width))
             self.add_module("k_proj" + suffix, nn.Linear(width, config["num_key_value_heads"] * self.head_width))
             self.add_module("v_proj" + suffix, nn.Linear(width, config["num_key_value_heads"] * self.head_width))
-            o_proj = nn.Linear(config["num_attention_heads"] * self.head_width, width, bias=False)
-            self.add_module("o_proj" + suffix, o_proj)
+            self.add_module("o_proj" + suffix, nn.Linear(width, width, bias=False))
             self.add_module("q_norm" + suffix, RMSNorm(self.head_width, eps=eps))
             self.add_module("k_norm" + suffix, RMSNorm(self.head_width, eps=eps))
 
