@@ -21,10 +21,8 @@ from unigen_ds.models.layers import RMSNorm, SwiGLU, rotary_tables, rotate, run_
 class LlamaAttention(nn.Module):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        width, num_heads, num_kv_heads = (
-            config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-        )
-        self.head_width = width // num_heads
+        width, num_heads = config["hidden_size"], config["num_attention_heads"]
+        self.head_width, num_kv_heads = width // num_heads, config["num_key_value_heads"]
         self.q_proj = nn.Linear(width, num_heads * self.head_width, bias=False)
         self.k_proj = nn.Linear(width, num_kv_heads * self.head_width, bias=False)
         self.v_proj = nn.Linear(width, num_kv_heads * self.head_width, bias=False)
