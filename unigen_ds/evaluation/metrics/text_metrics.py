@@ -222,9 +222,6 @@ class Perplexity(Metric):
         return {self.name: float(np.exp(table.mean()))}
 
 
-# ---- short answers ----
-
-
 @METRICS.register_module()
 class ExactMatch(Metric):
     """The share of predictions that equal a reference, 0 to 1.

@@ -117,12 +117,9 @@ class VLMProcessor(ChatProcessor):
             yield first, last, TiledSplit(path, tuple(ids[first:last]), image_id, number, **state)
 
 
-# An image of a vision-language model, split into tiles, with a token before each. Causal, as text is.
-
-
 @dataclass(frozen=True)
 class TiledSplit(ChatImage):
-    """An image split into tiles (``tiles.Tiling``), with all that is between the tiles."""
+    """An image split into tiles (``tiles.Tiling``), with the tokens before and between them. Causal, as text is."""
 
     image_id: int
     """Is in ``ids`` at each index of a tile's token, tile by tile."""
