@@ -33,8 +33,7 @@ from unigen_ds.system.journals import sample_digest
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import kept_generators
 
-_KINDS: tuple[Kind, ...] = ("text", "image", BOTH)
-_WORDS = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
+_WORDS: dict[Kind, str] = {"text": "texts", "image": "pictures", BOTH: "texts with pictures"}
 """What a model answers with."""
 PREFIX = "val/"
 """What the names of all values begin with."""
@@ -127,7 +126,7 @@ class Validation:
     def check(self, metrics: Sequence[Metric], backend: Any, *, answering: Answering, where: str = "metrics") -> None:
         """Raise ``ConfigError`` on all ranks where model or data cannot give what a metric scores. Collective."""
         for metric in metrics:
-            if metric.predicts not in (*_KINDS, "loss"):
+            if metric.predicts not in (*_WORDS, "loss"):
                 problem = f"{metric.name} scores {metric.predicts}, which no validation record is answered with"
                 raise ConfigError(problem, allowed="metrics of texts, of images, of both in one answer, and of losses")
         names = {name for metric in metrics for name in (type(metric).__name__, metric.name)}
@@ -184,13 +183,13 @@ class Validation:
     def evaluate(
         self,
         backend: Any,
-        metrics: Sequence[Metric] = (),
+        metrics: Sequence[Metric],
         *,
-        checkpoint: str = "",
-        max_batches: int | None = None,
-        max_samples: int | None = None,
+        checkpoint: str,
+        max_batches: int | None,
+        max_samples: int | None,
         answering: Answering,
-        made_by: Mapping[str, str] | None = None,
+        made_by: Mapping[str, str],
     ) -> Evaluation:
         """Losses and metrics of the present weights on each set of data. Collective; the same on all ranks. A metric
         that fails is a warning that names it, and is in ``failures``. ``backend``: or an object with its ``model``,
@@ -200,8 +199,7 @@ class Validation:
         """
         results: list[Result] = []
         failures: dict[str, str] = {}
-        num_samples, provided = 0, {**(made_by or {})}
-        precision = str(provided.get("precision"))
+        num_samples, precision = 0, str(made_by.get("precision"))
         with kept_generators():
             for one in self._sets:
                 values = mean_losses(backend, one.data, self._loss_weights, max_batches=max_batches)
@@ -213,7 +211,7 @@ class Validation:
                     limit = max_batches * one.data.batch_size
                 loss = Result(values, provenance)
                 scores = _scores(backend, one.data, one.scored_by(metrics), loss, answering, max_samples=limit,
-                                 made_by=provided)  # fmt: skip
+                                 made_by=made_by)  # fmt: skip
                 for name, result in {"": loss, **scores}.items():
                     if isinstance(result, Result):
                         own_values = {one.rename(key): value for key, value in result.values.items()}
@@ -304,7 +302,7 @@ def _scores(
 
 def _kinds(metrics: Sequence[Metric]) -> dict[Kind, str]:
     """Kind of answer -> names of the metrics that score it."""
-    names = {kind: ", ".join(metric.name for metric in metrics if metric.predicts == kind) for kind in _KINDS}
+    names = {kind: ", ".join(metric.name for metric in metrics if metric.predicts == kind) for kind in _WORDS}
     return {kind: names for kind, names in names.items() if names}
 
 
