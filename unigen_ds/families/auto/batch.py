@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from unigen_ds.core.batch import PackedBatch, to_device
 from unigen_ds.data.images.image_files import UnreadableImage
-from unigen_ds.data.samples.sample import LoadedSplit, Tally
+from unigen_ds.data.samples.sample import Tally
 from unigen_ds.data.samples.splits import PackedBuilder
 from unigen_ds.families.chat import ChatImage
 
@@ -108,8 +108,7 @@ class ModelBuilder(PackedBuilder):
     def batch(self, num_sequences: int, sample_ids: tuple[str, ...], skipped: tuple[dict[str, str], ...]) -> ModelBatch:
         number, before, pictures = len(self.inputs), self.num_tokens, self.pictures
         if self.adds_plain and not number:
-            plain: Sequence[LoadedSplit] = [pictures.plain]
-            self.add_document(plain)
+            self.add_document([pictures.plain])
         packed = super().batch(num_sequences, sample_ids, skipped)
         fields: dict[str, Any] = {f.name: getattr(packed, f.name) for f in dataclasses.fields(packed)}
         if pictures is not None:

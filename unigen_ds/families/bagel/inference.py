@@ -152,8 +152,7 @@ class InterleaveInferencer:
 
         text = ""
         if understand or think:
-            ids = self.write(contexts.full, max_length=max_length, sampling=sampling, seed=seed)
-            text = tokenizer.decode(ids)
+            text = tokenizer.decode(self.write(contexts.full, max_length=max_length, sampling=sampling, seed=seed))
         if understand:
             return Generated(text, [])
         transform = self.processor.vae_transform
@@ -196,9 +195,8 @@ class InterleaveInferencer:
             images = draw() if request.picture_first else []
             for image in images:
                 self.extend_vit(contexts.full, image)
-            options: dict[str, Any] = {"sampling": sampling, "seed": request.seed}
-            first = begin[-1] if begin else None
-            ids = self.write(contexts.full, max_length=max_new_tokens + 1, first=first, **options)
+            first, length = begin[-1] if begin else None, max_new_tokens + 1
+            ids = self.write(contexts.full, max_length=length, sampling=sampling, seed=request.seed, first=first)
             text = self.processor.tokenizer.decode(ids[1:])
             if request.wanted == BOTH and not images:
                 self._add_text(contexts, text)
@@ -214,8 +212,7 @@ class InterleaveInferencer:
         """A picture for a text alone, as ``unified_generate`` with these options draws it, as a request, which
         ``complete`` answers together with others; None for anything else."""
         transform = self.processor.vae_transform
-        reads_or_writes = prompt.paths or prompt.parts or options.get("understand") or options.get("think")
-        if reads_or_writes or transform is None:
+        if prompt.paths or prompt.parts or options.get("understand") or options.get("think") or transform is None:
             return None
         text = TextSplit(tuple(self.processor.tokenizer.encode(prompt.prompt)), loss=False)
         height, width = size or (transform.largest_side,) * 2

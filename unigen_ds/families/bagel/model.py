@@ -287,8 +287,7 @@ class UnifiedModel(PretrainedModel):
         x_TD, order, num_und = self._embed(batch, latents_LC, t_L)
         row_of = torch.argsort(order)
         attend = attend or plan_attention(batch, row_of)
-        backbone = self.language_model.model
-        return backbone(x_TD, num_und, batch.position_ids[order], attend), row_of
+        return self.language_model.model(x_TD, num_und, batch.position_ids[order], attend), row_of
 
     def _embed(self, batch: PackedBatch, latents_LC: Tensor, t_L: Tensor) -> tuple[Tensor, Tensor, int]:
         """Input embeddings in expert order, the token number of each row, and the number of und tokens."""

@@ -107,8 +107,7 @@ def read_pretrained(pretrained: str | Mapping[str, str], *, vit_select_layer: in
         of_vae = {**vae_sizes.get("config", {}), **vae_sizes}
         channels = of_vae.get("latent_channels") or of_vae.get("channels", 1)
         sizes["latent_patch_size"] = math.isqrt(weights["vae2llm.weight"].shape[1] // channels)
-    tables = {"max_latent_size": "latent_pos_embed", "vit_max_patches_per_side": "vit_pos_embed"}
-    for key, table in tables.items():
+    for key, table in {"max_latent_size": "latent_pos_embed", "vit_max_patches_per_side": "vit_pos_embed"}.items():
         if f"{table}.pos_embed" in weights:
             sizes[key] = math.isqrt(weights[f"{table}.pos_embed"].shape[0])
     if select != VIT_SELECT_LAYER:  # layers of the vision tower after it are not read
@@ -200,8 +199,7 @@ def model_sizes(source: Pretrained | None, of_config: Mapping[str, Any]) -> dict
 
 def with_copied_experts(source: Pretrained, names: Iterable[str]) -> Pretrained:
     """``source``, where a gen expert among ``names`` that its files lack is a copy of its und expert."""
-    lacking = [name for name in names if "_moe_gen" in name and name not in source.tensors]
-    unds = {name: name.replace("_moe_gen", "") for name in lacking}
+    unds = {name: name.replace("_moe_gen", "") for name in names if "_moe_gen" in name and name not in source.tensors}
     copies = {name: source.tensors[und] for name, und in unds.items() if und in source.tensors}
     logger().info(f"pretrained {source.where}: copied from und: {first_names(list(copies))}")
     return replace(source, tensors={**source.tensors, **copies})

@@ -40,8 +40,7 @@ def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: F
 
 def steps(flow: FlowSettings) -> list[tuple[float, float]]:
     """The times that each Euler step goes from and to: from 1 down to 0."""
-    times = sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()
-    return list(pairwise(times))
+    return list(pairwise(sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()))
 
 
 def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, int]:

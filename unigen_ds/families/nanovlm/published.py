@@ -197,8 +197,7 @@ def _open_parts(paths: Mapping[str, str]) -> Pretrained:
         tensors |= vision_tensors(Path(paths["vit"]))
     if "llm" in paths:
         sizes["llm"] = stated_sizes("llm", Path(paths["llm"]) / CONFIG, _LLM)
-        of_llm = stored_tensors(Path(paths["llm"]))
-        tensors |= {prefixes["llm"] + key: tensor for key, tensor in of_llm.items()}
+        tensors |= {prefixes["llm"] + key: tensor for key, tensor in stored_tensors(Path(paths["llm"])).items()}
         if "vocab_size" in sizes["llm"]:
             sizes["llm"]["vocab_size"] += EXTRA_TOKENS
     pattern = "|".join(re.escape(prefixes[part]) for part in paths)
