@@ -117,10 +117,8 @@ class AutoDirectory(PublishedFormat):
         }
 
     def weights(self, folder: Path) -> Pretrained:
-        settings = auto_config(folder, {})
-        return read_weights(
-            folder, build_auto(self.model.auto, settings, attention=None, whole=False), auto=self.model.auto
-        )
+        model = build_auto(self.model.auto, auto_config(folder, {}), attention=None, whole=False)
+        return read_weights(folder, model, auto=self.model.auto)
 
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
