@@ -33,7 +33,7 @@ from unigen_ds.families.auto.loading import auto_config, build_auto, model_keys,
 from unigen_ds.models.attention import Attend, plan_attention
 from unigen_ds.models.flops import attention_flops, linear_flops
 from unigen_ds.models.losses import loss_terms, text_losses
-from unigen_ds.models.weights import PretrainedModel, check_here, match
+from unigen_ds.models.weights import PretrainedModel, match
 from unigen_ds.system.log import logger
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.1
@@ -89,8 +89,6 @@ class TransformersModel(PretrainedModel):
             )
         meta = torch.empty(0).is_meta
         folder = folder_of(pretrained, where="model.pretrained") if pretrained else None
-        if folder is not None:
-            check_here(folder)
         settings = auto_config(folder, config or {}, where=f"model.{self.config_key}")
         causal = build_auto(self.auto, settings, attention=attention, whole=folder is None and not meta)
         # not registered: its modules are registered here, so that parameters have transformers' names
