@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.models.settings import Quantize
 from unigen_ds.system.machine import import_optional
 
 _BLOCK = 64
@@ -111,9 +110,8 @@ class QuantizedLinear(nn.Module):
 def quantize_frozen(parts: Mapping[str, nn.Module], schemes: Mapping[str, str | None]) -> None:
     """Replace the linear layers of the frozen, loaded ``parts`` in place, except the output head and tied ones.
 
-    Raises ``ConfigError`` where a scheme or a part is unknown, or a part is trained, and where bitsandbytes is missing.
+    ``schemes``: of ``Quantize``. Raises ``ConfigError`` where a part is trained, and where bitsandbytes is missing.
     """
-    Quantize.parse(schemes, where="model.quantize")
     for part, scheme in schemes.items():
         if scheme is None:
             continue
