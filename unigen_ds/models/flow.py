@@ -16,11 +16,6 @@ def shift_timesteps(t: Tensor, shift: float) -> Tensor:
     return shift * t / (1.0 + (shift - 1.0) * t)
 
 
-def sampling_timesteps(num_timesteps: int, shift: float) -> Tensor:
-    """The shifted times from 1 to 0 at whose ``num_timesteps - 1`` gaps an Euler step is made."""
-    return shift_timesteps(torch.linspace(1.0, 0.0, num_timesteps), shift)
-
-
 def interpolate(clean_LC: Tensor, noise_LC: Tensor, t_L: Tensor) -> Tensor:
     """``x_t`` for each latent patch."""
     t = t_L[:, None].to(clean_LC.dtype)

@@ -18,7 +18,7 @@ from unigen_ds.data.samples.splits import ImageSplit, LoadedImage, TokenSplit
 from unigen_ds.families.bagel.flow_settings import FlowSettings
 from unigen_ds.families.bagel.processor import UnifiedProcessor
 from unigen_ds.inference.answers import continue_prompts
-from unigen_ds.models.flow import sampling_timesteps
+from unigen_ds.models.flow import shift_timesteps
 
 
 def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: FlowSettings) -> Tensor:
@@ -40,7 +40,8 @@ def guide(v: Tensor, without_text: Tensor, without_image: Tensor | None, flow: F
 
 def steps(flow: FlowSettings) -> list[tuple[float, float]]:
     """The times that each Euler step goes from and to: from 1 down to 0."""
-    return list(pairwise(sampling_timesteps(flow.num_timesteps, flow.timestep_shift).tolist()))
+    times = shift_timesteps(torch.linspace(1.0, 0.0, flow.num_timesteps), flow.timestep_shift)
+    return list(pairwise(times.tolist()))
 
 
 def image_grid(processor: UnifiedProcessor, size: Sequence[int]) -> tuple[int, int]:
