@@ -344,7 +344,6 @@ def ask(
 
 
 def question_at(data: Records | ValidationData, kind: Kind, source: int, index: int) -> Question | None:
-    """That record's question, as ``question_of``."""
     dataset, tokenizer = data.datasets[source], getattr(data.processor, "tokenizer", None)
     end_ids: Any = getattr(tokenizer, "end_ids", (getattr(tokenizer, "eos_id", None),))
     numbers = getattr(dataset, "numbers", None)  # a part of a file: ids have the numbers of the whole

@@ -246,7 +246,6 @@ class Validation:
 
 
 def _check(metrics: Sequence[Metric], one: _ValidationSet, backend: Any, *, where: str, answering: Answering) -> None:
-    """``Validation.check`` of one set."""
     data, own = one.data, one.scored_by(metrics)
     limit = getattr(backend.model, "max_document_tokens", None)
     by_hand = "; score answers of your own: docs/evaluation/metrics.md#answers-of-your-own"

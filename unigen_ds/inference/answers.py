@@ -258,7 +258,6 @@ class KVCache:
         return KVCache(list(self.layers), self.fill_D)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these documents alone."""
         if len(rows) < self.layers[0][0].shape[1]:
             self.layers = [(k[:, rows], v[:, rows]) for k, v in self.layers]
             self.fill_D = None if self.fill_D is None else self.fill_D[rows]

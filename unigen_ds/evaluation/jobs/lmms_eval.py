@@ -43,11 +43,9 @@ def run_tasks(inferencer: Any, tasks: Sequence[str] = TASKS, *, limit: int | Non
 
 
 def model_class(base: type) -> type:
-    """The wrapper, as a subclass of lmms-eval's abstract class ``base``."""
+    """A subclass of lmms-eval's abstract class ``base`` that calls ``unified_generate`` for each request."""
 
     class UnigenModel(base):  # type: ignore[misc, valid-type]
-        """Calls ``unified_generate`` of an inferencer for each request."""
-
         is_simple = True
 
         def __init__(self, inferencer: Any) -> None:

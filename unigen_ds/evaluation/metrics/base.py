@@ -212,8 +212,6 @@ def _digest(reference: Any) -> str:
     return digest.hexdigest()
 
 
-# ---- models that score ----
-
 BATCH_SIZE = 16
 """Texts or pictures that a model reads at a time; it changes rounding only."""
 

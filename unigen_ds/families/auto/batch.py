@@ -63,8 +63,6 @@ class ModelBatch(PackedBatch):
 
 @dataclass(frozen=True)
 class PictureSplit(ChatImage):
-    """An image with the tokens that the model's processor has for it."""
-
     labels: tuple[int, ...]
     size: tuple[int, int]
     """(width, height) when planned."""
@@ -96,8 +94,6 @@ class LoadedPicture:
 
 
 class ModelBuilder(PackedBuilder):
-    """``PackedBuilder``, and the inputs of the images."""
-
     def __init__(self, processor: Any) -> None:
         super().__init__(processor)
         self.pictures = processor.pictures

@@ -123,7 +123,6 @@ class AutoDirectory(PublishedFormat):
     def write(
         self, model: Any, processor: Any, out: Path, *, source: Path | None, dtype: torch.dtype, max_shard_size: str
     ) -> None:
-        """Write the model by ``save_pretrained`` of transformers, with the tokenizer and processor of the training."""
         with new_directory(out) as folder:
             model.to("cpu", dtype).transformers_model.save_pretrained(folder, max_shard_size=max_shard_size)
             if source is None:  # after the model: the ids that end an answer are the tokenizer's

@@ -77,7 +77,7 @@ def _check_keys(changes: Mapping[str, Any], config: Any, values: Mapping[str, An
 
 
 def model_keys(config: Any) -> dict[str, Any]:
-    """Return plain values from which ``read_config(None, ...)`` makes the same config."""
+    """Return plain values from which ``auto_config(None, ...)`` makes the same config."""
 
     def of_model(values: dict[str, Any]) -> dict[str, Any]:
         """Leave out keys that change no number; called for each object of the JSON."""

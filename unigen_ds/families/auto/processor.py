@@ -169,8 +169,6 @@ class ModelProcessor(ChatProcessor):
             yield first, last, PictureSplit(path, *tokens, size, **state)
 
 
-# ---- the texts and inputs of images ----
-
 _PLAIN = (32, 32)
 _GREY = (100, 100, 100)
 """Not what normalising makes zero: some models leave out images of zeros."""
