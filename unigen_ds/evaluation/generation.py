@@ -250,8 +250,7 @@ def generate_all(
     """``make(inferencer, request)`` of each request: this rank's results, by number; each is on one rank. Collective.
     Raises ``GenerationError`` on all ranks where ``make`` raises on any, ``ConfigError`` where a family has none."""
     model, inferencer = inferencer_of(backend, processor)
-    rank, world = dist.rank(), dist.world_size()
-    mine = range(rank, len(requests), world)
+    mine = range(dist.rank(), len(requests), dist.world_size())
     results: dict[int, A] = {}
     problem: str | None = None
     with weights(), evaluating(backend):
@@ -262,7 +261,7 @@ def generate_all(
         except AnotherRankFailed as error:
             problem = str(error)
         except Exception as error:
-            problem = f"rank {rank}: {type(error).__name__}: {error}"
+            problem = f"rank {dist.rank()}: {type(error).__name__}: {error}"
             model.finish(failed=True)
     problems = [each for each in dist.gather_objects(problem) if each is not None]
     if problems:

@@ -62,8 +62,7 @@ class SDPAPlan:
         sizes = [rows * length for rows, length in (bucket.shape for bucket in self.buckets)]
         qkv_THE: tuple[Tensor, ...] = (q_THE, k_THE, v_THE)
         if self.slot_T is not None:
-            slots = self.slot_T
-            qkv_THE = tuple(x.new_zeros((sum(sizes), *x.shape[1:])).index_copy(0, slots, x) for x in qkv_THE)
+            qkv_THE = tuple(x.new_zeros((sum(sizes), *x.shape[1:])).index_copy(0, self.slot_T, x) for x in qkv_THE)
         queries, keys, values = (x.split(sizes) for x in qkv_THE)
         parts = []
         for bucket, *qkv in zip(self.buckets, queries, keys, values, strict=True):

@@ -227,10 +227,9 @@ class MultimodalConsistency(ClipMetric):
         for pair, key in zip(predictions, keys, strict=True):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise DataError(f"sample {key!r}: the prediction is {type(pair).__name__}", allowed="(text, picture)")
-        texts = [
-            check_text(one, what="the generated text", key=key) for (one, _), key in zip(predictions, keys, strict=True)
-        ]
-        images = pictures([one for _, one in predictions], keys, what="the generated picture")
+        answers, drawings = zip(*predictions, strict=True)
+        texts = [check_text(one, what="the generated text", key=key) for one, key in zip(answers, keys, strict=True)]
+        images = pictures(drawings, keys, what="the generated picture")
         return list(np.concatenate([self.of_texts(texts), self.of_images(images)], axis=-1))
 
     def values(self, table: np.ndarray) -> dict[str, float]:

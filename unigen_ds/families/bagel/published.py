@@ -263,7 +263,6 @@ class BagelDirectory(PublishedFormat):
             if type(transform).__name__ == "ImageTransform":
                 export[name] = {"type": "ImageTransform", **{key: getattr(transform, key) for key in _TRANSFORM}}
         of_llm = {key: model.sizes["llm"][key] for key in _LLM_KEYS if key in model.sizes["llm"]}
-        layers = model.sizes["vit"]["num_hidden_layers"] - 1 - model.vit_select_layer
         configs = {
             LLM_CONFIG: {
                 "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
@@ -271,7 +270,7 @@ class BagelDirectory(PublishedFormat):
             },
             VIT_CONFIG: {
                 "model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh", **model.sizes["vit"],
-                "num_hidden_layers": layers,
+                "num_hidden_layers": model.sizes["vit"]["num_hidden_layers"] - 1 - model.vit_select_layer,
             },
         }  # fmt: skip
         if source is not None:

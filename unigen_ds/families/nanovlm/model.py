@@ -117,14 +117,13 @@ class VLM(PretrainedModel):
         super().__init__()
         source = read_published(pretrained) if pretrained else None
         of_config = {"llm": llm, "vit": vit, "pixel_shuffle_factor": pixel_shuffle_factor}
-        self.llm_config, self.vit_config, pixel_shuffle_factor = _sizes(source, of_config)
-        side = self.vit_config["image_size"] // self.vit_config["patch_size"]
-        self.vocab_size = self.llm_config["vocab_size"]
-        self.vision_model = VisionTransformer(self.vit_config)
-        self.connector = PixelShuffleConnector(
-            self.vit_config["hidden_size"], self.llm_config["hidden_size"], side=side, factor=pixel_shuffle_factor
-        )
-        self.language_model = LlamaLM(self.llm_config)
+        llm, vit, factor = _sizes(source, of_config)
+        self.llm_config, self.vit_config = llm, vit
+        side = vit["image_size"] // vit["patch_size"]
+        self.vocab_size = llm["vocab_size"]
+        self.vision_model = VisionTransformer(vit)
+        self.connector = PixelShuffleConnector(vit["hidden_size"], llm["hidden_size"], side=side, factor=factor)
+        self.language_model = LlamaLM(llm)
         self.start_from(source)
         self.freeze(freeze)
         quantize_frozen(self.parts(), quantize or {})
