@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 
@@ -22,19 +19,15 @@ def interpolate(clean_LC: Tensor, noise_LC: Tensor, t_L: Tensor) -> Tensor:
     return (1.0 - t) * clean_LC + t * noise_LC
 
 
-def patchify_latents(latents: Tensor, shapes: Sequence[tuple[int, int]], patch: int) -> Tensor:
-    """Latents ``[K, z, H, W]`` -> patch vectors ``[L, p * p * z]`` in (row, column, channel) order, padding cropped."""
-    parts = []
-    for latent, (rows, columns) in zip(latents, shapes, strict=True):
-        channels = latent.shape[0]
-        whole_patches = latent[:, : rows * patch, : columns * patch]
-        grid = whole_patches.reshape(channels, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
-        parts.append(grid.reshape(rows * columns, -1))
-    return torch.cat(parts) if parts else latents.new_zeros((0, latents.shape[1] * patch * patch))
+def patchify_latent(latent: Tensor, shape: tuple[int, int], patch: int) -> Tensor:
+    """``[z, rows * p, columns * p]`` -> patches ``[rows * columns, p * p * z]`` in (row, column, channel) order."""
+    rows, columns = shape
+    grid = latent.reshape(latent.shape[0], rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+    return grid.reshape(rows * columns, -1)
 
 
 def unpatchify_latent(vectors: Tensor, shape: tuple[int, int], patch: int) -> Tensor:
-    """The inverse for one image: ``[rows * columns, p * p * z]`` -> ``[z, rows * p, columns * p]``."""
+    """The inverse: ``[rows * columns, p * p * z]`` -> ``[z, rows * p, columns * p]``."""
     rows, columns = shape
     grid = vectors.reshape(rows, columns, patch, patch, -1).permute(4, 0, 2, 1, 3)
     return grid.reshape(grid.shape[0], rows * patch, columns * patch)

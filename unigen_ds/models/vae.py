@@ -25,7 +25,7 @@ from unigen_ds.config.registry import AUTOENCODERS, checked
 from unigen_ds.config.values import Choices, Rule
 from unigen_ds.core.batch import PackedBatch
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.models.flow import patchify_latents
+from unigen_ds.models.flow import patchify_latent
 
 
 def hold_as_buffers(module: nn.Module) -> nn.Module:
@@ -53,9 +53,8 @@ def encode_by_size(vae: Any, batch: PackedBatch, patch: int) -> Tensor:
         # stacked, because a list as an index is copied to the device while the host waits
         images = torch.stack([batch.vae_images[number, :, : h * down, : w * down] for number in numbers])
         noise = torch.stack([batch.vae_noise[number, :, :h, :w] for number in numbers])
-        latents = vae.encode(images, noise)
-        patches = patchify_latents(latents, [(rows, columns)] * len(numbers), patch)
-        parts |= zip(numbers, patches.split(rows * columns), strict=True)
+        for number, latent in zip(numbers, vae.encode(images, noise), strict=True):
+            parts[number] = patchify_latent(latent, (rows, columns), patch)
     empty = batch.flow_noise.new_zeros((0, batch.flow_noise.shape[1]))
     return torch.cat([parts[number] for number in range(len(parts))]) if parts else empty
 
