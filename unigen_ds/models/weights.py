@@ -37,9 +37,6 @@ from unigen_ds.core.shards import (
 from unigen_ds.system.log import logger
 from unigen_ds.system.seeding import generator
 
-Initialise = Callable[[str, Tensor, torch.Generator | None], None]
-"""(name, whole tensor on the CPU, generator) -> fills the tensor with the initial values of that parameter."""
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -169,9 +166,10 @@ class Pretrained:
 
 
 class InitialWeights(ShardReader):
-    """A ``ShardReader`` over initial values, which ``initialise`` makes of whole tensors, beside what is in files."""
+    """A ``ShardReader`` over initial values, beside what is in files. ``initialise``: (name, whole tensor on the CPU,
+    generator) -> fills the tensor with the initial values of that parameter."""
 
-    def __init__(self, initialise: Initialise, *, seed: int) -> None:
+    def __init__(self, initialise: Callable[[str, Tensor, torch.Generator | None], None], *, seed: int) -> None:
         super().__init__()
         self._initialise, self._seed = initialise, seed
         self._last = "", torch.empty(0, device="cpu")
