@@ -28,7 +28,7 @@ from unigen_ds.data.samples.sample import IGNORED, LoadedSplit, Sample, Split
 from unigen_ds.data.samples.splits import ImageSplit, TextSplit, TokenSplit
 from unigen_ds.evaluation.validation import evaluating
 from unigen_ds.families.base import Family, families, family_of
-from unigen_ds.inference.generated import BOTH, Generated, Kind, Request, to_picture
+from unigen_ds.inference.generated import BOTH, Kind, Request, to_picture
 from unigen_ds.inference.prompts import Sampling
 from unigen_ds.inference.together import AnotherRankFailed, TrainedModel
 from unigen_ds.system import dist
@@ -304,10 +304,9 @@ def answers(
             except UnreadableImage:
                 continue
             rows.append(Answer(question.key, "", reference, question.prompt(data.processor)))
-        completions: Sequence[Generated] = inferencer.complete(requests, **options) if requests else ()
         predictions: list[Prediction] = [
             one.text if kind == "text" else (one.text, one.images[0]) if kind == BOTH else one.images[0]
-            for one in completions
+            for one in (inferencer.complete(requests, **options) if requests else ())
         ]
         return [replace(row, prediction=one) for row, one in zip(rows, predictions, strict=True)]
 

@@ -92,8 +92,7 @@ class Validation:
         loaders = section.sets if section is not None else {}
         self._sets = [_ValidationSet(name, build_data(loader), loader.metrics) for name, loader in loaders.items()]
         self._loss_weights = loss_weights
-        of_sources = [(one, name) for one in self._sets for name in one.data.names]
-        self.names = tuple(f"{one.name}/{name}" if one.name else name for one, name in of_sources)
+        self.names = tuple(f"{one.name}/{name}" if one.name else name for one in self._sets for name in one.data.names)
         self.fitted_sources = tuple(source for one in self._sets for source in one.data.fitted_sources)
         self.datasets = tuple(source.dataset for source in self.fitted_sources)
 
@@ -206,12 +205,10 @@ class Validation:
                 provenance = self._loss_provenance(one.data, max_batches=max_batches, checkpoint=checkpoint,
                                                    precision=precision)  # fmt: skip
                 num_samples += int(provenance["num_samples"])
-                limit = max_samples
-                if limit is None and max_batches is not None:
-                    limit = max_batches * one.data.batch_size
+                limit = None if max_batches is None else max_batches * one.data.batch_size
                 loss = Result(values, provenance)
-                scores = _scores(backend, one.data, one.scored_by(metrics), loss, answering, max_samples=limit,
-                                 made_by=made_by)  # fmt: skip
+                scores = _scores(backend, one.data, one.scored_by(metrics), loss, answering, made_by=made_by,
+                                 max_samples=limit if max_samples is None else max_samples)  # fmt: skip
                 for name, result in {"": loss, **scores}.items():
                     if isinstance(result, Result):
                         own_values = {one.rename(key): value for key, value in result.values.items()}
