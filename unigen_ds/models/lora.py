@@ -234,12 +234,11 @@ def rounding(model: nn.Module, dtype: torch.dtype) -> float:
 
 def write_adapters(model: nn.Module, folder: Path, *, base: Any) -> None:
     """Write the two files that peft loads on the base's own class. ``base``: the model's name in the config."""
-    peft = _peft()
     own = adapter_record(model)
     assert own is not None, "a model with adapters"
     config = _peft_config(own.lora, own.layers)
     config.base_model_name_or_path, config.inference_mode = str(base), True
     config.save_pretrained(str(folder))
-    state = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    state = _peft().get_peft_model_state_dict(model, adapter_name=ADAPTER)
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     save_safetensors(folder / "adapter_model.safetensors", tensors, {"format": "pt"})

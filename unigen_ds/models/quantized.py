@@ -55,8 +55,7 @@ def dequantize(packed: Tensor, scales: Tensor, *, scheme: str, shape: tuple[int,
     """The inverse of ``quantize``, up to its error."""
     if scheme == "int8":
         return torch.ops.bitsandbytes.int8_vectorwise_dequant(packed, scales).to(dtype)
-    size = [len(scales), _BLOCK]
-    blocks = torch.ops.bitsandbytes.dequantize_4bit(packed, scales, _BLOCK, scheme, size, dtype)
+    blocks = torch.ops.bitsandbytes.dequantize_4bit(packed, scales, _BLOCK, scheme, [len(scales), _BLOCK], dtype)
     return blocks.flatten()[: math.prod(shape)].view(shape)
 
 

@@ -191,8 +191,7 @@ class UnifiedModel(PretrainedModel):
             "llm": llm, "vit": vit, "vae": vae, "latent_patch_size": latent_patch_size,
             "max_latent_size": max_latent_size, "vit_max_patches_per_side": vit_max_patches_per_side,
         }  # fmt: skip
-        select = vit_select_layer or VIT_SELECT_LAYER
-        self.vit_select_layer: int = source.sizes["vit_select_layer"] if source is not None else select
+        self.vit_select_layer = source.sizes["vit_select_layer"] if source else vit_select_layer or VIT_SELECT_LAYER
         self.sizes = sizes = model_sizes(source, of_config)
         config, vit = sizes["llm"], sizes["vit"]
         if config["vocab_size"] is None:
