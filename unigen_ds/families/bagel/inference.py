@@ -284,14 +284,12 @@ class InterleaveInferencer:
         clean = replace(noise_image(self.processor, grid), split=split, vae_image=pixels, vae_noise=noise)
         self._extend(context, clean)
 
-    def _extend(self, context: Context, split: LoadedSplit) -> Tensor:
-        """Add one split; returns the logits ``[1, vocabulary]`` of what follows it."""
+    def _extend(self, context: Context, split: LoadedSplit) -> None:
+        """Add one split: keys and values of its tokens."""
         batch = self._pack([context], split)
         is_text = not (batch.vit_index.numel() or batch.latent_index.numel())
-        attend = context.cache.attend(causal=is_text, keep=True)
-        logits: Tensor = self.model.next_token_logits(batch, attend=attend)
+        self.model.next_token_logits(batch, attend=context.cache.attend(causal=is_text, keep=True))
         context.position = int(batch.position_ids[-1]) + 1
-        return logits
 
     def _pack(self, contexts: Sequence[Context], split: LoadedSplit) -> PackedBatch:
         """The same split after each of these contexts."""
