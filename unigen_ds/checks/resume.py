@@ -73,7 +73,7 @@ def inspect_resume(config: Any, *, world_size: int | None = None, verify: bool =
         settings, geometry = settle(settings, plan, backend=backend, geometry=geometry)
         build_hooks(settings)
         start = read_start(settings, plan, geometry=geometry)
-        findings = run_checklist(start, plan, backend=backend, geometry=geometry, hashed=verify)
+        findings = run_checklist(start, plan, backend=backend, hashed=verify)
         assert start.manifest is not None, "a resume has a manifest"
         equal = equal_geometries(start.manifest.geometry.global_batch_size, geometry.dp_size)
         # of the split that is nearest to the config's micro-batch

@@ -107,7 +107,7 @@ def check_start(known: Known) -> Iterator[Checked]:
     start = known.start = read_start(settings, plan, geometry=geometry)
     if plan.mode == "resume":
         yield ok(f"resumes from {plan.checkpoint} (its files' sizes were compared, not their content)")
-        for finding in run_checklist(start, plan, backend=backend, geometry=geometry, hashed=False):
+        for finding in run_checklist(start, plan, backend=backend, hashed=False):
             text = f"{finding.id}: {finding.was} -> {finding.now}. {finding.why}"
             if finding.status == "block":
                 yield problem(text, remedy=finding.remedy or None)
@@ -143,8 +143,7 @@ def check_schedule(known: Known) -> Iterator[Checked]:
     """The parameter groups, the curves of their learning rates, and the model's positions for the longest sample."""
     start, model = known.need("start"), known.need("model")
     start.check_positions(model)
-    size = known.need("geometry").global_batch_size
-    groups, _, schedules = start.optimization(named_parameters(model), global_batch_size=size)
+    groups, _, schedules = start.optimization(named_parameters(model))
     yield ok(f"{len(groups)} parameter group(s), {len(schedules.curves)} curve(s) of the learning rate")
 
 

@@ -19,7 +19,7 @@ from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.best_record import BEST_FILE
 from unigen_ds.config.paths import command
-from unigen_ds.core.progress import Geometry, Progress
+from unigen_ds.core.progress import Progress
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.families.base import Family, family_of
 from unigen_ds.hooks.base import Hook
@@ -68,12 +68,10 @@ def memory_line(backend: Backend) -> str:
     )
 
 
-def schedule_line(
-    start: Start, schedules: Schedules, geometry: Geometry, hooks: Sequence[Hook], *, max_updates: int | None
-) -> str:
+def schedule_line(start: Start, schedules: Schedules, hooks: Sequence[Hook], *, max_updates: int | None) -> str:
     """The length of the training, the curve of the learning rate, and when checkpoints are saved."""
     progress = start.manifest.progress if start.manifest else Progress()
-    size, tokens = geometry.global_batch_size, start.data.stream.tokens_per_sequence
+    size, tokens = start.geometry.global_batch_size, start.data.stream.tokens_per_sequence
     first, last = progress.updates, progress.updates + int((start.total_sequences - progress.sequences) // size)
     rates = {}
     for update in sorted({first, *range(first, last, last // 500 + 1), max(first, last - 1)}):

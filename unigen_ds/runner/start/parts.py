@@ -95,13 +95,13 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     initial = model.initial_weights(seed=settings.seed) if on_meta(model) else None
     named_parameters = build.named_parameters(model)
     logger.info(model_line(settings.model.name, named_parameters))
-    groups, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
+    groups, parameters, schedules = start.optimization(named_parameters)
     build.prepare_engine(settings, backend, model, groups)
     if initial is not None and (plan.mode != "resume" or backend.left_out):  # all else is in the checkpoint
         backend.load_tensors(initial, weights_only=True)
     seed_everything(settings.seed, rank=dist.rank())
     logger.info(memory_line(backend))
-    logger.info(schedule_line(start, schedules, geometry, hooks, max_updates=max_updates))
+    logger.info(schedule_line(start, schedules, hooks, max_updates=max_updates))
     return Parts(
         settings=settings,
         plan=plan,
@@ -191,7 +191,7 @@ def _plan(settings: Settings, backend: Backend, geometry: Geometry) -> tuple[Res
         return plan, None, []
     settings, geometry = stages.settle(settings, plan, backend=backend, geometry=geometry)
     start = stages.read_start(settings, plan, geometry=geometry)
-    findings = stages.run_checklist(start, plan, backend=backend, geometry=geometry)
+    findings = stages.run_checklist(start, plan, backend=backend)
     for finding in findings:
         if finding.status == "warn":
             logger.warning("Checklist, %s: %s -> %s. %s", finding.id, finding.was, finding.now, finding.why)

@@ -163,7 +163,7 @@ class Start:
     total_sequences: float
 
     def optimization(
-        self, parameters: Sequence[tuple[str, nn.Parameter]], *, global_batch_size: int
+        self, parameters: Sequence[tuple[str, nn.Parameter]]
     ) -> tuple[list[ParamGroup], list[dict[str, Any]], Schedules]:
         """Groups and table of a model's parameters, and the curves of the groups' learning rates: the config's; on a
         resume the stored ones if those are equal, scaled by ``on_batch_change``.
@@ -175,7 +175,7 @@ class Start:
         if manifest is not None:
             old, was = Schedules.from_state_dict(manifest.schedule), manifest.geometry.global_batch_size
             same = (old.base, old.total_sequences) == (curves.base, total) and old.same_curves(curves)
-            factor = lr_factor(settings.on_batch_change, was=was, now=global_batch_size)
+            factor = lr_factor(settings.on_batch_change, was=was, now=self.geometry.global_batch_size)
             curves = replace(old if same else curves, lr_scale=old.lr_scale * factor)
         return groups, build.parameter_table(parameters, groups), curves
 
@@ -255,9 +255,7 @@ def data_errors(settings: Settings, parts: Sequence[Any]) -> Iterator[DataError]
 # ---- checklist ------------------------------------------------------------------------------------------------------
 
 
-def run_checklist(
-    start: Start, plan: ResumePlan, *, backend: Backend, geometry: Geometry, hashed: bool = True
-) -> list[Finding]:
+def run_checklist(start: Start, plan: ResumePlan, *, backend: Backend, hashed: bool = True) -> list[Finding]:
     """All findings of a resume's checklist. ``hashed``: whether the plan has read the checkpoint's files."""
     settings, manifest, plain = start.settings, start.manifest, plain_config(start.settings)
     assert manifest is not None, "only a resume is checked"
@@ -269,7 +267,7 @@ def run_checklist(
             named_parameters += [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
     else:
         named_parameters = build.named_parameters(start.meta_model)
-    _, parameters, schedules = start.optimization(named_parameters, global_batch_size=geometry.global_batch_size)
+    _, parameters, schedules = start.optimization(named_parameters)
     home = settings.checkpoints
     folder = next((one for one in (home, *home.resolve().parents) if one.exists()), None)
     hook = settings.default_hooks.checkpoint
@@ -279,7 +277,7 @@ def run_checklist(
         complete=lambda config: Settings.complete(config) if config.get("model") else config,
         saves=SAVES if hook is None else {key: hook.get(key, value) for key, value in SAVES.items()},
         averages=any(hook.cls.__name__.startswith("EMAHook") for hook in settings.custom_hooks),
-        geometry=geometry,
+        geometry=start.geometry,
         topology=backend.topology(),
         schedules=schedules,
         parameters=parameters,
