@@ -276,3 +276,8 @@ class Hook:
 
     def load_shards(self, readers: Mapping[str, ShardReader]) -> None:
         """Restore ``shards``'s tensors from the sub-directories the checkpoint has. Called after ``before_run``."""
+
+
+def is_due(run: Run, interval: float | None, unit: str, *, since: Progress | None = None) -> bool:
+    """Whether the last update, or all those after ``since``, crossed a multiple of ``interval``. None: never."""
+    return interval is not None and run.ruler.duration(interval, unit).every(run.progress, since or run.previous)

@@ -14,7 +14,6 @@ from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.config.registry import HOOKS
-from unigen_ds.core.progress import Duration
 from unigen_ds.evaluation.jobs.evaluation_job import (
     Job,
     JobFolder,
@@ -23,7 +22,7 @@ from unigen_ds.evaluation.jobs.evaluation_job import (
     fill_fields,
     read_result,
 )
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.base import Hook, Run, UpdateResult, is_due
 from unigen_ds.hooks.guard.signals import SignalHook
 from unigen_ds.hooks.log.logger import logger_of
 from unigen_ds.system import dist
@@ -57,7 +56,6 @@ class AsyncEvaluateHook(Hook):
 
     name = "async_evaluate"
     state_attributes = ("evaluates",)
-    _every: Duration
 
     def __init__(
         self,
@@ -93,14 +91,13 @@ class AsyncEvaluateHook(Hook):
     def before_run(self, run: Run) -> None:
         """Raises ``ConfigError`` where the program of the command is not there. Collective."""
         dist.on_main(lambda: check_program(self.command, self.environment))
-        self._every = run.ruler.duration(self.interval, self.unit)
 
     def before_train(self, run: Run) -> None:
         self._on_main(lambda: self._find(run))
         self.evaluates = False
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        self._asks = self._every.every(run.progress, run.previous)
+        self._asks = is_due(run, self.interval, self.unit)
         self._due = self._due or self._asks
         if time.monotonic() - self._last_look >= self.poll_seconds:
             self._on_main(lambda: self._look(run))

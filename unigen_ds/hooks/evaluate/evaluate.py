@@ -13,12 +13,12 @@ from annotated_types import Ge, Gt
 
 from unigen_ds.config.registry import HOOKS
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.progress import Duration, Progress
+from unigen_ds.core.progress import Progress
 from unigen_ds.evaluation.generation import Answering, trained_family
 from unigen_ds.evaluation.metrics import build_metrics
 from unigen_ds.evaluation.provenance import write_results
 from unigen_ds.evaluation.scoring import PREFIX, Evaluation
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.base import Hook, Run, UpdateResult, is_due
 from unigen_ds.hooks.evaluate.ema import average_of, ema_of
 from unigen_ds.system import dist
 from unigen_ds.system.clock import EVALUATION
@@ -96,8 +96,6 @@ class EvaluateHook(Hook):
             self._metrics = build_metrics(components, where="EvaluateHook.metrics")
         self.metric_interval = metric_interval
         self.save_best, self.rule = save_best, rule
-        self._every: Duration | None = None
-        self._metrics_every: Duration | None = None
         self._last_metrics = Progress()
         """When the metrics were computed last."""
         self._last_values: tuple[int, Mapping[str, float]] | None = None
@@ -108,9 +106,6 @@ class EvaluateHook(Hook):
         """Raises ``ConfigError`` where the model or the data cannot give what a metric scores. Collective."""
         if self.use_ema and ema_of(run) is None:
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
-        self._every = run.ruler.duration(self.interval, self.unit) if self.interval > 0 else None
-        if self.metric_interval is not None:
-            self._metrics_every = run.ruler.duration(self.metric_interval, self.unit)
         run.validation.check(self._metrics, run.backend, answering=self._answering, where="EvaluateHook.metrics")
 
     def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
@@ -141,8 +136,7 @@ class EvaluateHook(Hook):
             self.evaluate(run)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        due = self._every is not None and self._every.every(run.progress, run.previous)
-        if due or run.finished:
+        if run.finished or (self.interval > 0 and is_due(run, self.interval, self.unit)):
             self.evaluate(run)
 
     def evaluate(self, run: Run) -> Mapping[str, float]:
@@ -165,8 +159,9 @@ class EvaluateHook(Hook):
 
     def _values(self, run: Run) -> Evaluation:
         """Losses and, where they are due, the metrics. Collective; the same on all ranks."""
-        progress, every = run.progress, self._metrics_every
-        due = every is None or run.finished or progress.updates == 0 or every.every(progress, self._last_metrics)
+        progress, interval = run.progress, self.metric_interval
+        due = interval is None or run.finished or progress.updates == 0
+        due = due or is_due(run, interval, self.unit, since=self._last_metrics)
         with average_of(run, use=self.use_ema):
             evaluation = run.validation.evaluate(
                 run.backend, self._metrics if due else [],
@@ -193,7 +188,7 @@ class EvaluateHook(Hook):
             metrics.update(self._last_values[1])
 
     def state_dict(self) -> dict[str, Any]:
-        return {"computed": asdict(self._last_metrics)} if self._metrics_every is not None else {}
+        return {"computed": asdict(self._last_metrics)} if self.metric_interval is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "computed" in state:

@@ -17,7 +17,6 @@ from PIL import Image
 
 from unigen_ds.config.registry import DATASETS, HOOKS, build, check_arguments
 from unigen_ds.core.errors import ConfigError, UnigenError
-from unigen_ds.core.progress import Duration
 from unigen_ds.data.datasets.dataset import source_names
 from unigen_ds.evaluation.generation import (
     GenerationError,
@@ -31,7 +30,7 @@ from unigen_ds.evaluation.generation import (
     trained_family,
 )
 from unigen_ds.evaluation.sheet import Cell, contact_sheet
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.base import Hook, Run, UpdateResult, is_due
 from unigen_ds.hooks.evaluate.ema import average_of
 from unigen_ds.hooks.evaluate.evaluate import set_aside
 from unigen_ds.hooks.log.logger import logger_of
@@ -93,7 +92,6 @@ class PreviewHook(Hook):
     """
 
     name = "preview"
-    _every: Duration
 
     def __init__(
         self,
@@ -124,7 +122,6 @@ class PreviewHook(Hook):
 
     def before_run(self, run: Run) -> None:
         """Raises ``ConfigError`` for what the model cannot do, a missing picture, no held-out records. Collective."""
-        self._every = run.ruler.duration(self._interval, self._unit)
         inferencer = inferencer_of(run.backend, run.processor)[1]
         family = trained_family(run.backend)[0]
         self._drawing = family.drawing_settings(inferencer.model, self._flow, where="PreviewHook.flow")
@@ -149,7 +146,7 @@ class PreviewHook(Hook):
         set_aside(run.work_dir / _FOLDER, after=run.progress.updates)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        if self._every.every(run.progress, run.previous):
+        if is_due(run, self._interval, self._unit):
             with run.clock("preview"):
                 self.preview(run)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.batch import DEFAULT_WEIGHT, Batch, to_device
 from unigen_ds.data.datasets.dataset import source_names
-from unigen_ds.hooks.base import Run, UpdateResult
+from unigen_ds.hooks.base import Run, UpdateResult, is_due
 from unigen_ds.hooks.log.journal import JournalHook
 from unigen_ds.hooks.log.timer import IterTimerHook
 from unigen_ds.system import dist
@@ -135,10 +135,9 @@ class LoggerHook(JournalHook):
         self._epoch_tokens += result.tokens
         epoch_ended = run.progress.epoch != run.previous.epoch  # before the checkpoint, which begins with a new one
         of_epoch = self._end_epoch(result.loss_weights) if epoch_ended else {}
-        if first or epoch_ended or run.ruler.duration(self._interval, self._unit).every(run.progress, run.previous):
+        if first or epoch_ended or is_due(run, self._interval, self._unit):
             self._log(run, result, of_epoch)
-        statistics = run.ruler.duration(self._statistics_interval, "update")
-        if statistics.every(run.progress, run.previous) and self._timer:
+        if self._timer and is_due(run, self._statistics_interval, "update"):
             self.log(run, self._timer.statistics_over_ranks(), update=run.progress.updates, event=STATISTICS)
 
     def before_save_checkpoint(self, run: Run, metrics: dict[str, float]) -> None:

@@ -16,8 +16,7 @@ from unigen_ds.checkpoint.saver import Form
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.config.values import Choices, Rule
 from unigen_ds.core.errors import ConfigError, SaveError, UnigenError
-from unigen_ds.core.progress import Duration
-from unigen_ds.hooks.base import Hook, Run, UpdateResult
+from unigen_ds.hooks.base import Hook, Run, UpdateResult, is_due
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
 
@@ -104,9 +103,6 @@ class CheckpointHook(Hook):
         self.filename_tmpl, self.save_base = filename_tmpl, save_base
         self.async_save, self.async_busy, self.on_save_error = async_save, async_busy, on_save_error
         self.interval_minutes, self.keep_every, self.weights_interval = interval_minutes, keep_every, weights_interval
-        self._every: Duration | None = None
-        self._milestones: Duration | None = None
-        self._weights: Duration | None = None
         self._saved_at = 0.0
         """When the last save was due, of ``time.monotonic``."""
         self._last_complete: int | None = None
@@ -122,11 +118,6 @@ class CheckpointHook(Hook):
         """Clock where training continued after the last save that the interval asked for."""
 
     def before_run(self, run: Run) -> None:
-        def duration(length: float | None) -> Duration | None:
-            return run.ruler.duration(length, self.unit) if length and length > 0 else None
-
-        self._every, self._milestones = duration(self.interval), duration(self.keep_every)
-        self._weights = duration(self.weights_interval)
         if self.weights_interval is not None and run.config.get("lora"):
             raise ConfigError(
                 "CheckpointHook has weights_interval, and the run trains adapters, whose base is elsewhere",
@@ -144,7 +135,7 @@ class CheckpointHook(Hook):
         return dist.is_main() and self.interval_minutes is not None and minutes >= self.interval_minutes
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
-        regular = self._every is not None and self._every.every(run.progress, run.previous)
+        regular = self.interval > 0 and is_due(run, self.interval, self.unit)
         due = regular or self._exports(run) or self.name in result.requests
         due = due or any(hook.wants_save() for hook in run.hooks)
         if due:
@@ -203,7 +194,7 @@ class CheckpointHook(Hook):
         self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
 
     def _exports(self, run: Run) -> bool:
-        return self._weights is not None and self._weights.every(run.progress, run.previous)
+        return is_due(run, self.weights_interval, self.unit)
 
     def _finish(self, run: Run, *, wait: bool) -> None:
         with self._report_failure(run):
@@ -222,9 +213,10 @@ class CheckpointHook(Hook):
         def keeps(manifest: Manifest) -> bool:
             return any(hook.keeps(manifest) for hook in run.hooks)
 
+        every = run.ruler.duration(self.keep_every, self.unit) if self.keep_every else None
+        limits: dict[str, Any] = {"max_keep": self.max_keep_ckpts, "max_days": self.max_keep_days, "every": every}
         try:
-            limits: dict[str, Any] = {"max_keep": self.max_keep_ckpts, "max_days": self.max_keep_days}
-            for old in store.retain(run.checkpoint_dir, **limits, every=self._milestones, keeps=keeps):
+            for old in store.retain(run.checkpoint_dir, **limits, keeps=keeps):
                 logger().info("Deleted old checkpoint %s.", old)
         except (OSError, UnigenError) as error:  # happens on this rank alone: it must not end the run
             logger().warning("Old checkpoints were not deleted: %s", error)
