@@ -14,7 +14,6 @@ from torch import Tensor
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.config.values import Choices, NotNegative
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.progress import Duration
 from unigen_ds.core.shards import EMA, Shard, ShardReader, misfit, refuse_misfit
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
@@ -92,7 +91,6 @@ class EMAHook(Hook):
             raise ConfigError("EMAHook has more than one of begin_iter, begin_epoch, begin_update", remedy="give one")
         self.momentum = momentum
         self._starts = several[0] if several else None
-        self._begin: Duration | None = None
 
     def before_run(self, run: Run) -> None:
         if self.momentum > LARGEST_USUAL and dist.is_main():
@@ -101,7 +99,6 @@ class EMAHook(Hook):
                 " Momentum is 1 - decay: for a decay of %g write momentum=%.6g.",
                 self.momentum, 100 * self.momentum, self.momentum, 1 - self.momentum,
             )  # fmt: skip
-        self._begin = run.ruler.duration(*self._starts) if self._starts else None
         self.average = ShardEMA(run.backend.master_shards(), momentum=self.momentum)
 
     def before_train(self, run: Run) -> None:
@@ -111,7 +108,7 @@ class EMAHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if not result.applied:
             return
-        begins = self._begin is None or self._begin.reached(run.progress)
+        begins = self._starts is None or run.ruler.duration(*self._starts).reached(run.progress)
         move = self.average.update if begins else self.average.copy_from
         move(run.backend.master_data())
 
