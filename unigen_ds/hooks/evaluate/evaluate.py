@@ -119,13 +119,8 @@ class EvaluateHook(Hook):
         options: dict[str, Any] = {
             "answering": self._answering, "max_batches": self.max_batches, "max_samples": self.max_samples,
         }  # fmt: skip
-
-        def on_main() -> dict[str, str]:
-            facts = run.validation.provenance(name, self._metrics, precision=precision, **options)
-            made_by = {"precision": precision, "weights": "EMA" if self.use_ema else "trained"}
-            return {**facts, **made_by}
-
-        return dist.on_main(on_main)
+        facts = dist.on_main(lambda: run.validation.provenance(name, self._metrics, precision=precision, **options))
+        return {**facts, "precision": precision, "weights": "EMA" if self.use_ema else "trained"}
 
     def after_load_checkpoint(self, run: Run, manifest: Mapping[str, Any]) -> None:
         """Results of updates that the run has gone back from are not among the others."""
