@@ -108,11 +108,6 @@ class EvaluateHook(Hook):
             raise ConfigError("EvaluateHook.use_ema is True and there is no EMAHook", remedy="add one to custom_hooks")
         run.validation.check(self._metrics, run.backend, answering=self._answering, where="EvaluateHook.metrics")
 
-    def check_name(self, run: Run, name: str, *, where: str, prefix: str = PREFIX) -> None:
-        """``Validation.check_name`` with the metrics of this hook. Other hooks ask before their own ``before_run``."""
-        terms = trained_family(run.backend)[0].terms
-        run.validation.check_name(name, self._metrics, terms, where=where, prefix=prefix)
-
     def provenance(self, run: Run, name: str) -> Mapping[str, str]:
         """Where the values ``name`` come from, known before the first. Collective; the same on all ranks."""
         precision = str(run.backend.topology().get("precision"))
@@ -194,7 +189,8 @@ def check_result(run: Run, name: str, *, where: str, prefix: str = PREFIX) -> Ev
     """The run's ``EvaluateHook``. Raises ``ConfigError`` where it can have no value of that name."""
     hook = next((hook for hook in run.hooks if isinstance(hook, EvaluateHook)), None)
     if hook is not None:
-        hook.check_name(run, name, where=where, prefix=prefix)
+        terms = trained_family(run.backend)[0].terms
+        run.validation.check_name(name, hook._metrics, terms, where=where, prefix=prefix)
     return hook
 
 
