@@ -74,8 +74,7 @@ def evaluate(
 
     Raises what ``open_model`` raises, and ``ConfigError`` or ``DataError`` where the data or a metric cannot be used.
     """
-    generation = dict(generation or {})
-    Answering.of(generation, where="generation")  # of the user, before those of the config
+    answering = Answering.of(generation or {}, where="generation")
     directory, format_, training = find_model(path, tag=tag, config=config, allow_custom_imports=allow_custom_imports)
     if config is None:  # a published directory has weights and sizes, and no training
         training = self_contained(training, directory) if format_ is None else format_.config(directory)
@@ -89,7 +88,6 @@ def evaluate(
     settings = Settings.of_data({**training, **sections})
     if manifest is not None:
         settings = settings.with_choices(seed=int(manifest.loader["seed"]))
-    answering = Answering.of(generation, where="generation")
     if answering.flow:  # before the model is read
         family_of(settings.model.cls).drawing_settings(None, answering.flow, where="generation.flow")
     built_metrics = build_metrics(metrics)
