@@ -127,31 +127,24 @@ class Settings(ModelSettings):
     """One field for each key of a config."""
 
     train_dataloader: TrainDataloader
-    """The data."""
     val_dataloader: ValDataloader | None = None
     """What is evaluated on: one section, or several by name; None: nothing."""
     optim_wrapper: OptimWrapper
-    """The optimizer, and what an update is made of."""
     loss_weights: Mapping[str, Finite] = Field(default={})
     """Term of the loss -> weight of its mean; 1 by default."""
     param_scheduler: Annotated[tuple[CurveComponent, ...], AS_LIST] = ()
     """Learning-rate curves."""
     train_cfg: TrainCfg
-    """The length of training."""
     backend: Annotated[Component, Of(BACKENDS), BeforeValidator(lambda value: value or {"type": "single"})] = Field(
         default_factory=lambda: Component(_single.SingleBackend)
     )
     """Component: the engine."""
     default_hooks: DefaultHooks = Field(default_factory=lambda: DefaultHooks.parse({}))
-    """Hooks of every run."""
     custom_hooks: Annotated[tuple[CustomHook, ...], AS_LIST] = ()
     """List of further hooks."""
     visualizer: Visualizer = Visualizer()
-    """Log writers."""
     randomness: Randomness = Randomness()
-    """Where all random numbers come from."""
     env: Environment = Environment()
-    """Settings of the process and of torch."""
     load_from: str | None = None
     """With `resume=True`: the checkpoint to resume from; alone, or with `'auto'` at the first start: weights only, from
     zero. `--load-from`."""
