@@ -116,6 +116,8 @@ class MMEngineHook(Hook):
         arguments: of its constructor.
     """
 
+    priority = 0
+    """mmengine's: that of the hook, or the one of the config."""
     view: RunnerView
     """What the hooks see; one for all of them."""
 
@@ -134,7 +136,7 @@ class MMEngineHook(Hook):
         from mmengine.runner.priority import get_priority
 
         try:
-            self._priority = get_priority(getattr(cls, "priority", "NORMAL") if priority is None else priority)
+            self.priority = get_priority(getattr(cls, "priority", "NORMAL") if priority is None else priority)
             self.hook: mmengine.hooks.Hook = cls(**arguments)
         except (AssertionError, KeyError, TypeError, ValueError) as error:
             problem = f"{cls.__name__} cannot be built with priority {priority!r}: {error}"
@@ -143,10 +145,6 @@ class MMEngineHook(Hook):
         self.additions: dict[str, Any] = {}
         """What the hook added to the checkpoint."""
         self._save = False
-
-    @property
-    def priority(self) -> int:
-        return self._priority
 
     def before_run(self, run: Run) -> None:
         self._adapters = [hook for hook in run.hooks if isinstance(hook, MMEngineHook)]
