@@ -51,9 +51,3 @@ class DefaultHooks(Section):
             return section
         present = {name: {} for name in cls.model_fields} | dict(section or {})
         return {**present, "logger": present["logger"] or {}}
-
-    @property
-    def components(self) -> dict[str, Component]:
-        """Those that are there, in the order of the fields."""
-        components = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: component for name, component in components.items() if component is not None}

@@ -269,7 +269,9 @@ def prepare_engine(settings: Settings, backend: Backend, model: nn.Module, group
 def build_hooks(settings: Settings) -> list[Hook]:
     """Default hooks (the config's arguments, or another ``type``, replace the default's), then the user's."""
     hooks: list[Hook] = []
-    for name, component in settings.default_hooks.components.items():
+    for name, component in settings.default_hooks.items():
+        if component is None:
+            continue
         extra: dict[str, Any] = {}
         if name == "logger":
             extra["writers"] = [writer.build() for writer in settings.visualizer.vis_backends]
