@@ -83,9 +83,6 @@ class PlacedCurve:
         point = Point(given=value, base=base, since=position - self.begin, length=length, step=self.step)
         return CURVES.module_dict[self.type].evaluate(point, self.arguments)
 
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> PlacedCurve:
         """Raises ``ConfigError`` when the curve's class is not registered (a custom import is missing)."""

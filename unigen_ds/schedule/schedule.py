@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from unigen_ds.config.registry import CURVES
@@ -78,7 +78,7 @@ class Schedules:
         """Plain JSON values, lossless."""
         return {
             "version": VERSION,
-            "curves": [curve.state_dict() for curve in self.curves],
+            "curves": [asdict(curve) for curve in self.curves],
             "base": [{"name": name, "lr": lr} for name, lr in self.base],
             "config": self.config,
             "total_sequences": self.total_sequences,
