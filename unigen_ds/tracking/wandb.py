@@ -64,11 +64,9 @@ class WandbVisBackend(Writer):
         init_kwargs: Mapping[str, Any] | None = None,
         define_metric_cfg: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._save_dir = save_dir
-        arguments = {"project": project, "entity": entity, "name": name, "group": group}
-        self._init_kwargs = {key: value for key, value in arguments.items() if value is not None} | dict(
-            init_kwargs or {}
-        )
+        arguments = {"dir": save_dir or None, "project": project, "entity": entity, "name": name, "group": group}
+        self._init_kwargs: dict[str, Any] = {key: value for key, value in arguments.items() if value is not None}
+        self._init_kwargs.update(init_kwargs or {})
         self._define_metric_cfg = [dict(entry) for entry in define_metric_cfg]
         self._run: Any = None
         self._next_step: int | None = None
@@ -93,7 +91,7 @@ class WandbVisBackend(Writer):
         import wandb
 
         branch, own_id = self.branch, run_id or uuid.uuid4().hex[:12]
-        defaults = {"name": branch.name, "group": branch.group, "dir": self._save_dir or str(work_dir)}
+        defaults = {"name": branch.name, "group": branch.group, "dir": str(work_dir)}
         arguments: dict[str, Any] = {"id": own_id, "resume": "allow", **defaults, **self._init_kwargs}
         if not isinstance(own := arguments.get("settings") or {}, wandb.Settings):
             # warnings and errors alone: no table of all values at the end, no lines about what every run has
