@@ -136,7 +136,7 @@ class CheckpointHook(Hook):
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         regular = self.interval > 0 and is_due(run, self.interval, self.unit)
-        due = regular or self._exports(run) or self.name in result.requests
+        due = regular or is_due(run, self.weights_interval, self.unit) or self.name in result.requests
         due = due or any(hook.wants_save() for hook in run.hooks)
         if due:
             self._saved_at = time.monotonic()
@@ -190,11 +190,8 @@ class CheckpointHook(Hook):
         number = run.progress.updates if by_update else run.progress.iteration(run.geometry)
         name, self.pending = self.filename_tmpl.format(number), run.progress.updates
         self.began, self.took_s = time.monotonic(), 0.0
-        weights = self._exports(run)
+        weights = is_due(run, self.weights_interval, self.unit)
         self._settle(run, run.save_checkpoint(name, form=self.form, background=background, weights=weights))
-
-    def _exports(self, run: Run) -> bool:
-        return is_due(run, self.weights_interval, self.unit)
 
     def _finish(self, run: Run, *, wait: bool) -> None:
         with self._report_failure(run):
