@@ -117,12 +117,9 @@ class LoggerHook(JournalHook):
                             name=self._run_name or run.work_dir.name, identity=identity)  # fmt: skip
             self.run_ids = {writer.name: writer.run_id for writer in self._writers if writer.run_id is not None}
 
-    def before_update(self, run: Run) -> None:
-        self._by_source.begin()
-
     def after_train_iter(self, run: Run, index: int, batch: Batch) -> None:
         if run.iteration is not None:
-            self._by_source.add(batch, run.iteration.each)
+            self._by_source.add(batch, run.iteration.each, begins=index == 0)
 
     def after_update(self, run: Run, result: UpdateResult) -> None:
         first, self._last = self._last is None, result
@@ -348,12 +345,11 @@ class SourceLosses:
         self._parts: dict[str, tuple[Tensor, Tensor]] = {}
         """Term -> by source, the sum of the losses on the device, and of the weights of the targets on the CPU."""
 
-    def begin(self) -> None:
-        """The next update."""
-        self._parts = {}
-
-    def add(self, batch: Batch, each: Mapping[str, Tensor]) -> None:
-        """A micro-batch of this rank. ``batch`` on the CPU; ``each``: as of ``LossTerms``, detached."""
+    def add(self, batch: Batch, each: Mapping[str, Tensor], *, begins: bool) -> None:
+        """A micro-batch of this rank. ``batch`` on the CPU; ``each``: as of ``LossTerms``, detached. ``begins``: it is
+        the first one of an update."""
+        if begins:
+            self._parts = {}
         if len(self._names) < 2 or not each or not batch.sample_ends:
             return
         ends, sources = torch.tensor(batch.sample_ends), torch.tensor(batch.sample_sources)
