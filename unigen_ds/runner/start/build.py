@@ -280,12 +280,11 @@ def build_hooks(settings: Settings) -> list[Hook]:
     hooks += [LedgerHook(), TimelineHook(), TimeLimitHook(settings.train_cfg.max_time)]
     hooks.append(SkippedSamplesHook(max_skipped_fraction=settings.train_dataloader.max_skipped_fraction))
     hooks += [component.build() for component in settings.custom_hooks]
-    evaluates = any(isinstance(hook, EvaluateHook) for hook in hooks)
-    if settings.val_dataloader is not None and not evaluates:
+    evaluating = [hook for hook in hooks if isinstance(hook, EvaluateHook)]
+    if settings.val_dataloader is not None and not evaluating:
         notice("val_dataloader is evaluated after every epoch: EvaluateHook in custom_hooks sets another interval.")
         hooks.append(EvaluateHook())
-    saves_best = [hook for hook in hooks if isinstance(hook, EvaluateHook) and hook.save_best is not None]
-    hooks += [BestHook(str(hook.save_best), rule=hook.rule) for hook in saves_best]
+    hooks += [BestHook(hook.save_best, rule=hook.rule) for hook in evaluating if hook.save_best is not None]
     hooks = with_runtime_info(hooks)
     own = (Hook.state_dict, ())
     with_state = [hook for hook in hooks if hook.name or (type(hook).state_dict, hook.state_attributes) != own]
