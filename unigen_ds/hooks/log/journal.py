@@ -51,12 +51,11 @@ class JournalHook(Hook):
         if not self._resumed and dist.is_main() and path.exists() and path.stat().st_size:
             self._event(run, None)
 
-    def _event(self, run: Run, checkpoint: object) -> None:
+    def _event(self, run: Run, checkpoint: str | None) -> None:
         progress = run.progress
         position = {"iteration": progress.iteration(run.geometry), "sequences": progress.sequences,
                     "samples": progress.samples, "tokens": progress.tokens}  # fmt: skip
-        path = None if checkpoint is None else str(checkpoint)
-        self.append(run, {"event": "resume", "updates": progress.updates, **position, "checkpoint": path})
+        self.append(run, {"event": "resume", "updates": progress.updates, **position, "checkpoint": checkpoint})
 
     def append(self, run: Run, record: Mapping[str, Any]) -> None:
         """Write one line. A full disk is one warning: training continues, and the line is written later."""
