@@ -17,8 +17,6 @@ from unigen_ds.system.log import logger
 
 
 class CustomImports(Section):
-    """A user's own modules, which register their classes."""
-
     imports: Annotated[tuple[str, ...], BeforeValidator(lambda names: (names,) if isinstance(names, str) else names),
                        AS_LIST] = Field(default=(), description="names of modules, as Python imports them")  # fmt: skip
     allow_failed_imports: bool = Field(default=False, description="True: a module that cannot be imported is a warning")
