@@ -41,7 +41,7 @@ from unigen_ds.optim.optimizer import AUTO_PRECISION
 from unigen_ds.resume.plan import NOT_RESUMED
 from unigen_ds.runner.settings.naming import name_and_folder
 from unigen_ds.runner.settings.tree import Settings, read_config
-from unigen_ds.runner.start.build import build_hooks, check_states, named_parameters
+from unigen_ds.runner.start.build import build_hooks, check_states
 from unigen_ds.runner.start.stages import build_engine, plan_start, read_start, run_checklist, settle
 from unigen_ds.tracking.settings import Visualizer
 
@@ -143,7 +143,7 @@ def check_schedule(known: Known) -> Iterator[Checked]:
     """The parameter groups, the curves of their learning rates, and the model's positions for the longest sample."""
     start, model = known.need("start"), known.need("model")
     start.check_positions(model)
-    groups, _, schedules = start.optimization(named_parameters(model))
+    groups, _, schedules = start.optimization([*model.named_parameters(remove_duplicate=False)])
     yield ok(f"{len(groups)} parameter group(s), {len(schedules.curves)} curve(s) of the learning rate")
 
 

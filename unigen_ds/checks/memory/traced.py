@@ -159,7 +159,7 @@ def prepare(counter: CountedBytes, settings: Settings, backend: Backend, process
         counter.without_memory(model)
     counter.add_all([*model.parameters(), *model.buffers()])
     build_peak = counter.peak
-    groups = build.build_groups(settings, build.named_parameters(model))
+    groups = build.build_groups(settings, model.named_parameters(remove_duplicate=False))
     build.prepare_engine(settings, backend, model, groups)
     return build_peak
 

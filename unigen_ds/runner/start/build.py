@@ -332,11 +332,6 @@ def read_sequences(settings: Settings, data: Data, first: int, stop: int) -> lis
     return batches
 
 
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter under every name that it has: tied ones occur more than once."""
-    return list(model.named_parameters(remove_duplicate=False))
-
-
 def parameter_table(pairs: Sequence[tuple[str, nn.Parameter]], groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
     """Name, shape, dtype, trainable, group and further (tied) names of every parameter, for the manifest."""
     group_of = {name: group.name for group in groups for name in group.parameters}

@@ -93,7 +93,7 @@ def build_parts(config: Any, *, max_updates: int | None = None) -> Parts:
     model: Any = build.build_model(settings, data.processor, seed=settings.seed, stream=True)
     start.check_positions(model)
     initial = model.initial_weights(seed=settings.seed) if on_meta(model) else None
-    named_parameters = build.named_parameters(model)
+    named_parameters = [*model.named_parameters(remove_duplicate=False)]  # tied ones under every name
     logger.info(model_line(settings.model.name, named_parameters))
     groups, parameters, schedules = start.optimization(named_parameters)
     build.prepare_engine(settings, backend, model, groups)

@@ -266,7 +266,7 @@ def run_checklist(start: Start, plan: ResumePlan, *, backend: Backend, hashed: b
                 parameter = nn.Parameter(torch.empty(row["shape"]), requires_grad=row["trainable"])
             named_parameters += [(name, parameter) for name in (row["name"], *row.get("tied", ()))]
     else:
-        named_parameters = build.named_parameters(start.meta_model)
+        named_parameters = [*start.meta_model.named_parameters(remove_duplicate=False)]
     _, parameters, schedules = start.optimization(named_parameters)
     home = settings.checkpoints
     folder = next((one for one in (home, *home.resolve().parents) if one.exists()), None)
