@@ -86,11 +86,10 @@ class EMAHook(Hook):
         begin_update: NotNegative = 0,
     ) -> None:
         begins = {"iteration": begin_iter, "epoch": begin_epoch, "update": begin_update}
-        several = [(value, unit) for unit, value in begins.items() if value]
-        if len(several) > 1:
+        self._begins = [(value, unit) for unit, value in begins.items() if value]
+        if len(self._begins) > 1:
             raise ConfigError("EMAHook has more than one of begin_iter, begin_epoch, begin_update", remedy="give one")
         self.momentum = momentum
-        self._starts = several[0] if several else None
 
     def before_run(self, run: Run) -> None:
         if self.momentum > LARGEST_USUAL and dist.is_main():
@@ -108,7 +107,7 @@ class EMAHook(Hook):
     def after_update(self, run: Run, result: UpdateResult) -> None:
         if not result.applied:
             return
-        begins = self._starts is None or run.ruler.duration(*self._starts).reached(run.progress)
+        begins = all(run.ruler.duration(*begin).reached(run.progress) for begin in self._begins)
         move = self.average.update if begins else self.average.copy_from
         move(run.backend.master_data())
 
