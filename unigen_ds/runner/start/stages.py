@@ -51,8 +51,6 @@ from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system import dist, log
 from unigen_ds.system.files import check_digests
 
-# ---- engine ---------------------------------------------------------------------------------------------------------
-
 
 def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     """The engine, not yet prepared, and the geometry. Raises ``ConfigError`` where they cannot work."""
@@ -69,9 +67,6 @@ def build_engine(settings: Settings) -> tuple[Backend, Geometry]:
     optimizer_cfg = build.build_optimizer_config(settings)
     backend.check(geometry=geometry, optimizer_cfg=optimizer_cfg)
     return backend, geometry
-
-
-# ---- plan -----------------------------------------------------------------------------------------------------------
 
 
 def plan_start(settings: Settings, *, hashes: bool = True) -> ResumePlan:
@@ -139,9 +134,6 @@ def settle(settings: Settings, plan: ResumePlan, *, backend: Backend, geometry: 
     if (plan.precision, geometry) != (optimizer_cfg.precision, own):
         backend.check(geometry=geometry, optimizer_cfg=replace(optimizer_cfg, precision=plan.precision))
     return settings.with_choices(seed=plan.seed, precision=plan.precision, base=plan.base), geometry
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -250,9 +242,6 @@ def data_errors(settings: Settings, parts: Sequence[Any]) -> Iterator[DataError]
                 check(part.names)
             except DataError as error:
                 yield error
-
-
-# ---- checklist ------------------------------------------------------------------------------------------------------
 
 
 def run_checklist(start: Start, plan: ResumePlan, *, backend: Backend, hashed: bool = True) -> list[Finding]:
