@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,7 @@ def points_by_key(lines: Sequence[Line], keys: Iterable[str]) -> dict[str, Point
 def marks_of(run: WorkDir) -> list[Mark]:
     """A mark at each start after the first, with what it changed."""
     marks = []
-    for index, (start, differences) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
-        if not index:
-            continue
+    for number, (start, differences) in enumerate(zip(run.starts[1:], changes(run.starts), strict=True), start=2):
         kind = "topology" if any(key.startswith(_PROCESSES) for key in differences) else "resume"
         kind = "batch" if any(key in differences for key in _BATCH) else kind
         edits = ", ".join(
@@ -151,8 +150,8 @@ def marks_of(run: WorkDir) -> list[Mark]:
             for key, (before, now) in differences.items()
             if key.startswith(("geometry.", *_PROCESSES))
         )
-        text = f"start {index + 1} from update {start.update}" + (f": {edits}" if edits else "")
-        marks.append(Mark(start.update, str(index + 1), kind, text))
+        text = f"start {number} from update {start.update}" + (f": {edits}" if edits else "")
+        marks.append(Mark(start.update, str(number), kind, text))
     return marks
 
 
@@ -331,11 +330,9 @@ def _checkpoint(run: WorkDir, entry: Candidate) -> tuple[Any, ...]:
 
 def _resumes(run: WorkDir) -> list[dict[str, Any]]:
     resumes = []
-    configs = [flat(start.record["config"]) for start in run.starts]
-    for index, (start, differences) in enumerate(zip(run.starts, changes(run.starts), strict=True)):
-        if not index:
-            continue
-        before, now = configs[index - 1], configs[index]
+    configs = pairwise(flat(start.record["config"]) for start in run.starts)
+    later = zip(run.starts[1:], changes(run.starts), configs, strict=True)
+    for number, (start, differences, (before, now)) in enumerate(later, start=2):
         keys = sorted({*before, *now} - {"resume", "load_from"}) if before and now else ()
         edits = {f"config.{k}": (before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)}
         findings = []
@@ -345,7 +342,7 @@ def _resumes(run: WorkDir) -> list[dict[str, Any]]:
             values = value_text(one.get("was")), value_text(one.get("now"))
             findings.append(([(status, _STATES.get(status, ""))], str(one.get("id", "")), *values, advice))
         resumes.append({
-            "number": index + 1,
+            "number": number,
             "update": start.update,
             "source": str(start.record.get("checkpoint") or "the beginning"),
             "num_edited": len(edits),

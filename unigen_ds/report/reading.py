@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -330,7 +331,7 @@ def attempt(name: str, read: Callable[[], _T], default: _T, problems: Problems) 
 
 
 def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
-    """Return what each start changed compared with the one before: ``geometry.batch_size -> (before, now)``, ..."""
+    """Return what each start but the first changed: ``geometry.batch_size -> (before, now)``, ..."""
     identities = []
     for record in (start.record for start in starts):
         parts = {name: record[name] for name in ("geometry", "topology", "versions", "git")}
@@ -339,5 +340,5 @@ def changes(starts: Sequence[RunStart]) -> list[dict[str, tuple[Any, Any]]]:
         identities.append({**values, **commits, "machine.device": record["machine"].get("device")})
     return [
         {key: (a.get(key), b.get(key)) for key in sorted({*a, *b}) if a.get(key) != b.get(key)}
-        for a, b in zip(identities[:1] + identities, identities, strict=False)
+        for a, b in pairwise(identities)
     ]
