@@ -1,4 +1,4 @@
-"""Line charts as plain values for the template, which draws them as inline SVG with labels in HTML.
+"""Line charts over updates as plain values for the template, which draws them as inline SVG with labels in HTML.
 
 The SVG is stretched to its frame (``preserveAspectRatio="none"``; strokes keep their width); labels are placed in
 percent. The numbers are in the page once more as JSON, for the values under the pointer.
@@ -60,7 +60,6 @@ def chart(
     title: str,
     series: Sequence[Series],
     *,
-    x_label: str,
     marks: Sequence[Mark] = (),
     unit: str = "",
     log: bool | None = None,
@@ -127,7 +126,7 @@ def chart(
         "grid": [f"{down(y):.1f}" for y in y_ticks],
         "y_labels": [(_tick(y), f"{100 * down(y) / HEIGHT:.2f}") for y in y_ticks],
         "x_labels": [(_tick(x), f"{across(x) / WIDTH:.2%}"[:-1]) for x in x_ticks],
-        "data": {"x": x_label, "left": left, "right": right, "series": values},
+        "data": {"x": "update", "left": left, "right": right, "series": values},
         "compact": compact,
         "marks": [(f"{across(one.x):.1f}", one.kind) for one in marks if left <= one.x <= right],
         "flags": flags,
@@ -172,8 +171,7 @@ def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
     ticks = [10.0**e for e in exponents if low <= 10.0**e <= high]
     if len(ticks) < 3:
         ticks = [m * 10.0**e for e in exponents for m in (1, 2, 5) if low <= m * 10.0**e <= high]
-    every = math.ceil(len(ticks) / 6) or 1
-    return low, high, ticks[::every]
+    return low, high, ticks[:: math.ceil(len(ticks) / 6) or 1]
 
 
 def _step(rough: float) -> float:

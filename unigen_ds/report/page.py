@@ -167,7 +167,7 @@ def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             Series(name.partition("/")[2] or name, curve_of.get(name, NO_POINTS), i, smooth=name not in rates)
             for i, name in enumerate(names)
         ]
-        return chart(title, several, x_label="update", marks=marks, unit=unit, log=log)
+        return chart(title, several, marks=marks, unit=unit, log=log)
 
     losses = [Series("loss", curve_of.get("loss", NO_POINTS))]
     losses += [
@@ -176,7 +176,7 @@ def curves(run: WorkDir) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         for points in points_by_key(part, ["loss"]).values()
     ]
     main = [
-        chart("Loss", losses, x_label="update", marks=marks, compact=False),
+        chart("Loss", losses, marks=marks, compact=False),
         figure("Loss by term", terms),
         figure("Learning rate", rates, log=False),
         figure("Gradient norm", ["grad_norm"]),
@@ -211,7 +211,7 @@ def validation_curves(run: WorkDir) -> list[dict[str, Any]]:
             for i, (key, one) in enumerate(series.items())
         ]
         if any(len(one.points) > 1 for one in all_series):
-            figures.append(chart(group, all_series, x_label="update", marks=marks_of(run)))
+            figures.append(chart(group, all_series, marks=marks_of(run)))
     return [one for one in figures if one is not None]
 
 
