@@ -61,9 +61,7 @@ def display_samples(batch: Batch, processor: Any) -> list[ShownSample]:
     ends, ids = [0, *batch.sample_ends], [*batch.sample_ids]
     if ends[-1] < batch.num_tokens:
         ends, ids = [*ends, batch.num_tokens], [*ids, ""]
-    parts = None
-    if isinstance(batch, PackedBatch) and hasattr(processor, "tokenizer"):
-        parts = _parts(batch, processor)
+    parts = _parts(batch, processor) if isinstance(batch, PackedBatch) and hasattr(processor, "tokenizer") else {}
     reasons = {one["sample"]: one["why"] for one in batch.skipped}
     positions = {term: index.numpy() for term, (index, _) in batch.target_positions().items()}
     return [
@@ -72,7 +70,7 @@ def display_samples(batch: Batch, processor: Any) -> list[ShownSample]:
             num_tokens=stop - start,
             targets={term: int(((at >= start) & (at < stop)).sum()) for term, at in positions.items()},
             why=reasons.get(sample, ""),
-            parts=() if parts is None else [part for at in range(start, stop) for part in parts.get(at, ())],
+            parts=[part for at in range(start, stop) for part in parts.get(at, ())],
         )
         for sample, (start, stop) in zip(ids, pairwise(ends), strict=True)
     ]
@@ -81,18 +79,17 @@ def display_samples(batch: Batch, processor: Any) -> list[ShownSample]:
 def _parts(batch: PackedBatch, processor: Any) -> dict[int, list[ShownToken | ShownImage]]:
     """The tokens and images of a micro-batch by the index of their first token."""
     tokenizer = processor.tokenizer
-    names = ("bos_id", "eos_id", "image_start_id", "image_end_id")
     special = {
         *getattr(getattr(tokenizer, "special", None), "ids", ()),
-        *(getattr(tokenizer, one, -1) for one in names),
+        *(getattr(tokenizer, one, -1) for one in ("bos_id", "eos_id", "image_start_id", "image_end_id")),
     }
     parts: dict[int, list[ShownToken | ShownImage]] = {}
     within: set[int] = set()
     for index, image in (*_vit_images(batch, processor), *_latent_images(batch, processor)):
         parts[int(index[0])] = [image]
         within |= {*index.tolist()}
-    ids = {at: token for at, token in zip(batch.text_index.tolist(), batch.text_ids.tolist(), strict=True)}
-    ids = {at: ids[at] for at in sorted(ids) if at not in within}
+    ids = dict(sorted(zip(batch.text_index.tolist(), batch.text_ids.tolist(), strict=True)))
+    ids = {at: token for at, token in ids.items() if at not in within}
     documents, positions, predicts = batch.document_ids.tolist(), set[int](), dict[int, str]()
     for at, target in zip(batch.text_target_index.tolist(), batch.text_target_ids.tolist(), strict=True):
         if ids.get(at + 1) == target and documents[at] == documents[at + 1]:
@@ -112,8 +109,7 @@ def _parts(batch: PackedBatch, processor: Any) -> dict[int, list[ShownToken | Sh
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each id adds to the text of those before it; of a user's own tokenizer its own text, or its number."""
     if hasattr(tokenizer, "pieces"):
-        pieces: list[str] = tokenizer.pieces(ids)
-        return pieces
+        return list(tokenizer.pieces(ids))
     texts = []
     for token in ids:
         try:
