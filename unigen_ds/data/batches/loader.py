@@ -164,7 +164,6 @@ def collate(
     builder = processor.builder()
     sample_ids: list[str] = []
     skips: list[dict[str, str]] = []
-    sources: list[int] = []
     ends: list[int] = []
     for row in rows:
         before = builder.num_tokens
@@ -178,12 +177,12 @@ def collate(
                 builder.add_padding(unit_tokens(planned_tokens(dataset, draw.index), draw.piece, seq_length))
             else:
                 builder.add_document(splits)
-            sources.append(draw.source)
             ends.append(builder.num_tokens)
         if builder.num_tokens == before:
             builder.add_padding(1)
     batch = builder.batch(len(rows), tuple(sample_ids), tuple(skips))
-    return dataclasses.replace(batch, sample_sources=tuple(sources), sample_ends=tuple(ends))
+    sources = tuple(draw.source for row in rows for draw in row)
+    return dataclasses.replace(batch, sample_sources=sources, sample_ends=tuple(ends))
 
 
 def pack_documents(documents: Sequence[Sequence[LoadedSplit]], processor: Processor) -> Any:
