@@ -109,7 +109,7 @@ def _parts(batch: PackedBatch, processor: Any) -> dict[int, list[ShownToken | Sh
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each id adds to the text of those before it; of a user's own tokenizer its own text, or its number."""
     if hasattr(tokenizer, "pieces"):
-        return list(tokenizer.pieces(ids))
+        return tokenizer.pieces(ids)
     texts = []
     for token in ids:
         try:

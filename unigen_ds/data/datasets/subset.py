@@ -76,8 +76,7 @@ class Subset:
 
     def content_digests(self) -> Array:
         """[N] as of ``UnifiedGenerationDataset``: a record is on the same side of a share in each subset."""
-        digests: Array = self.whole.content_digests()[self.numbers]  # type: ignore[attr-defined]
-        return digests
+        return self.whole.content_digests()[self.numbers]  # type: ignore[attr-defined]
 
 
 def subsets(dataset: PlannedDataset) -> Iterator[Subset]:

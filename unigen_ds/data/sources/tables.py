@@ -94,8 +94,7 @@ class ArrowSource(RecordSource):
     def _rows(self, part: Any, start: int) -> list[dict[str, Any]]:
         """The rows of ``part`` as Python's values; the first is row ``start`` of the file, counted from 0."""
         try:
-            rows: list[dict[str, Any]] = part.to_pylist()
-            return rows
+            return part.to_pylist()
         except MemoryError:
             raise
         except Exception as error:  # a time that Python does not have, bytes that are no UTF-8: it raises anything
@@ -115,8 +114,7 @@ class ArrowSource(RecordSource):
             number = reader.num_record_batches if batches is None else len(batches)
             read = reader.get_batch if batches is None else batches.__getitem__
             self._local.groups, self._local.pid = (reader.schema, number, read), os.getpid()
-        groups: tuple[Any, int, Callable[[int], Any]] = self._local.groups
-        return groups
+        return self._local.groups
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -209,23 +207,19 @@ class HuggingFaceSource(Sources):
         data_files: Any = None,
         revision: str | None = None,
     ) -> None:
-        what, on_disk = f"the Hugging Face data set {str(path)!r}", is_saved(Path(path))
+        what = f"the Hugging Face data set {str(path)!r}"
         datasets, arrow = require("datasets", what), require("pyarrow", what)
-        options = {"name": config, "data_files": data_files, "revision": revision}
         try:
-            rows = (
-                datasets.load_from_disk(str(path))
-                if on_disk
-                else datasets.load_dataset(str(path), split=split, **options)
-            )
-            if isinstance(rows, Mapping):
-                rows = rows[choose_split(split, list(rows), str(path))]
-        except DataError:
-            raise
+            if is_saved(Path(path)):
+                rows = datasets.load_from_disk(str(path))
+            else:
+                rows = datasets.load_dataset(str(path), config, split=split, data_files=data_files, revision=revision)
         except Exception as error:  # the package raises anything, also what its readers of files do
             problem = f"{what} cannot be loaded: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             remedy = download_remedy(str(path), data=True) if is_hub_name(str(path)) else None
             raise DataError(problem, remedy=remedy) from error
+        if isinstance(rows, Mapping):
+            rows = rows[choose_split(split, list(rows), str(path))]
         files = [Path(file["filename"]) for file in rows.cache_files]
         number = sum(arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all().num_rows for file in files)
         if not files or number != len(rows):

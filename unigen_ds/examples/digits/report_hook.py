@@ -51,9 +51,8 @@ class DigitsReportHook(ReportHook):
         self.seed = seed
 
     def measure(self, run: Run, root: Path) -> tuple[dict[str, Any], Image.Image, str] | None:
-        options: dict[str, Any] = {"flow": self.flow, "seed": self.seed}
         with average_of(run), evaluating(run.backend):
-            results, sheet = evaluate_digits(run.backend.model, run.processor, root, **options)
+            results, sheet = evaluate_digits(run.backend.model, run.processor, root, flow=self.flow, seed=self.seed)
         summary = (
             f"Of {results['drawn']} drawn digits the classifier reads {results['prompt_accuracy']:.1%} as requested (of"
             f" real ones it reads {results['judge_accuracy']:.1%} correctly); {results['caption_accuracy']:.1%} of"

@@ -80,8 +80,7 @@ class EmojiReportHook(ReportHook):
             images = [] if task.before is None else [stored_picture(root, task.before)]
             prompt = task.target.instruction() if images else task.target.request()
             answer = inferencer.unified_generate(prompt, images=images, flow=self.flow, seed=self.seed + number)
-            drawing: Image.Image = answer.images[0]
-            return drawing
+            return answer.images[0]
 
         all_tasks = tasks()
         own = generate_all(run.backend, run.processor, [*enumerate(all_tasks)], make, weights=lambda: average_of(run))
