@@ -127,11 +127,9 @@ def _bagel_draft(command: Command, values: dict[str, Any], *, what: str, warmup:
     limits = {"max_updates": draft.take("total_steps", number), "max_epochs": draft.take("num_epochs", number)}
     if limits := {key: value for key, value in limits.items() if value is not None}:
         draft.values["train_cfg"] = limits
-    path = draft.take("val_data_path")
-    if path is not None:
-        draft.set("val_dataloader", {"dataset": {"type": "UnifiedGenerationDataset", "data_path": path}})
-    if path == "":
-        draft.set("val_dataloader", None)
+    if (path := draft.take("val_data_path")) is not None:
+        validation = {"dataset": {"type": "UnifiedGenerationDataset", "data_path": path}}
+        draft.set("val_dataloader", validation if path else None)
     for name in ("wandb_project", "wandb_run_name", "wandb_entity"):
         if (value := draft.take(name)) is not None:
             if not draft.get("visualizer.vis_backends"):
@@ -237,14 +235,10 @@ def yaml_file(command: Command) -> Draft:
     draft.carry_all(_DECODER)
     if draft.carry("train_dataloader.seq_length", "block_size", "seq_length", "max_sequence_length", kind=whole_number):
         draft.set("model.llm.max_position_embeddings", draft.get("train_dataloader.seq_length"))
-    shards = draft.take("fsdp", boolean)
-    if shards is False:
+    if draft.take("fsdp", boolean) is False:
         draft.set("backend.sharding_strategy", "NO_SHARD")
-    total, each, processes = (
-        draft.take("train_batch", whole_number),
-        draft.take("batch_size", whole_number),
-        draft.get("world_size"),
-    )
+    total, each = draft.take("train_batch", whole_number), draft.take("batch_size", whole_number)
+    processes = draft.get("world_size")
     if total is not None:  # that of an update; batch_size is that of a process
         draft.values["train_dataloader"].pop("batch_size", None)
         draft.set("train_dataloader.global_batch_size", total)
