@@ -101,9 +101,7 @@ def _of_file(name: str, command: Command) -> Draft:
         draft.omit(assignment("optim_wrapper.optimizer.type", optimizer["type"]), "AdamW of torch is used")
         optimizer["type"] = "AdamW"
     hooks = draft.values.pop("custom_hooks", None)
-    draft.values = _without_modules(draft.values)
-    if hooks is not None:
-        draft.values["custom_hooks"] = hooks
+    draft.values = _without_modules(draft.values) | ({} if hooks is None else {"custom_hooks": hooks})
     return draft
 
 

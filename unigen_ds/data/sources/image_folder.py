@@ -33,9 +33,7 @@ def visible(folder: Path) -> Iterator[Path]:
 
 
 def images_in(folder: Path) -> Iterator[Path]:
-    for path in visible(folder):
-        if path.suffix[1:].lower() in IMAGES and path.is_file():
-            yield path
+    return (path for path in visible(folder) if path.suffix[1:].lower() in IMAGES and path.is_file())
 
 
 @SOURCES.register_module(name="image_folder")
