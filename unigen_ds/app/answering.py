@@ -83,8 +83,6 @@ class Models:
 
 @dataclass
 class Reply:
-    """What one model answers to a request."""
-
     choice: Choice
     progress: str = "waits"
     """Empty when the reply is complete."""

@@ -31,8 +31,6 @@ NO_POINTS: Points = np.empty((0, 2))
 
 @dataclass(frozen=True)
 class Series:
-    """A curve."""
-
     name: str
     points: Points
     colour: int = 0

@@ -78,8 +78,6 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class WorkDir:
-    """See the module docstring."""
-
     path: Path
     name: str
     starts: Sequence[RunStart]

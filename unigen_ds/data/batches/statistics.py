@@ -47,8 +47,6 @@ _ACTIONS = {"split": "split into pieces", "truncate": "truncated", "skip": "left
 
 @dataclass(frozen=True)
 class Reason:
-    """Records of one source with one reason."""
-
     source: str
     reason: str
     number: int

@@ -153,8 +153,6 @@ class Division:
 
 @dataclass(frozen=True)
 class Side:
-    """The records of one side of a division."""
-
     division: Division
     name: str
     """``train`` or ``validation``."""

@@ -82,7 +82,6 @@ def picture(variant: Variant) -> Image.Image:
 
 
 def stored_picture(root: Path, variant: Variant) -> Image.Image:
-    """Read the picture from its file."""
     return Image.open(root / variant.file).convert("RGB")
 
 

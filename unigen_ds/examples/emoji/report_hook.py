@@ -20,8 +20,6 @@ from unigen_ds.system import dist
 
 
 class Task(NamedTuple):
-    """What the model is asked for once the training is complete."""
-
     group: str
     """``draw``, ``draw_new``, ``edit_new``, ``read`` or ``read_new``; new: the picture of ``target`` is held out."""
     target: Variant
@@ -29,8 +27,6 @@ class Task(NamedTuple):
 
 
 class GlyphAnswer(NamedTuple):
-    """What the model answered."""
-
     task: Task
     value: str | Image.Image
     right: bool
@@ -125,9 +121,7 @@ def samples(answers: Sequence[GlyphAnswer], root: Path, *, title: str) -> Image.
     for each in answers:
         before, target = each.task.before, each.task.target
         if isinstance(each.value, Image.Image):
-            pictures = [each.value, stored_picture(root, target)]
-            if before is not None:
-                pictures.insert(0, stored_picture(root, before))
+            sides = [] if before is None else [stored_picture(root, before)]
             text = target.request() if before is None else target.instruction()
-            cells.append(Cell(pictures, text, wrong=not each.right))
+            cells.append(Cell([*sides, each.value, stored_picture(root, target)], text, wrong=not each.right))
     return contact_sheet(cells[::2], columns=9, title=title, side=64)
