@@ -42,12 +42,8 @@ class Special:
         """Whether ``text`` spells a special token."""
         return self._pattern.search(text) is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of ``text`` as ordinary text, whatever it spells."""
-        return self._ordinary(text)[0]
-
-    def _ordinary(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a text without special tokens, and where each begins."""
+    def encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of ``text`` as ordinary text, whatever it spells, and where each begins."""
         encoding = self._tokenizer(
             text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
         )
@@ -86,7 +82,7 @@ class Special:
             segment = text[position : match.start() if match else len(text)]
             if segment:
                 offsets = [0, *accumulate(len(signs.get(character, " ")) for character in segment)]
-                part, begins = self._ordinary("".join(signs.get(character, character) for character in segment))
+                part, begins = self.encode("".join(signs.get(character, character) for character in segment))
                 ids += part
                 starts += [position + min(bisect_right(offsets, begin), len(segment)) - 1 for begin in begins]
             if match:
@@ -129,7 +125,7 @@ class _Tokenizer:
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return ids of texts that users wrote: one that spells a special token is ordinary text."""
         ordinary = iter(self._encode([text for text in texts if not self.special.is_spelled_in(text)]))
-        return [self.special.encode(text) if self.special.is_spelled_in(text) else next(ordinary) for text in texts]
+        return [self.special.encode(text)[0] if self.special.is_spelled_in(text) else next(ordinary) for text in texts]
 
     def encode_unprotected(self, text: str) -> list[int]:
         """Return ids of a text of a template: what is spelled becomes the token."""
