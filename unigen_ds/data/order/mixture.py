@@ -21,14 +21,14 @@ from fractions import Fraction
 from operator import itemgetter
 
 import numpy as np
-from numpy.typing import NDArray
+
+from unigen_ds.data.samples.sample import Array
 
 _SIMPLE = 2**20
 """Denominators up to which a float is read as the fraction that it is the nearest float of: 1/3, not 0.333..."""
 _ANCHORS = 1024
 """Draws between positions whose state is kept."""
 
-_Array = NDArray[np.int64]
 State = tuple[int, tuple[int, ...]]
 """A position, and how many draws of each source came before it."""
 
@@ -53,7 +53,7 @@ class Mixture:
         self._states: list[State] = [(0, (0,) * len(shares))]
         """Those that are known."""
 
-    def draws(self, start: int, stop: int) -> tuple[_Array, _Array]:
+    def draws(self, start: int, stop: int) -> tuple[Array, Array]:
         """Return the source of each position of ``start .. stop``, and how many draws of that source came before."""
         rounds, first = divmod(start, self.period)
         anchor, before = self._before(first)

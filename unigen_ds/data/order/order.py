@@ -24,19 +24,19 @@ from typing_extensions import Self
 from unigen_ds.core.errors import CheckpointError
 from unigen_ds.core.json_values import json_values
 from unigen_ds.data.order.mixture import Mixture, exact
+from unigen_ds.data.samples.sample import Array
 from unigen_ds.system.seeding import derive_seed
 
 Weight = float | str
 """A number, or the text of an exact fraction."""
-_Array = NDArray[np.int64]
-Columns = tuple[_Array, _Array, _Array]
+Columns = tuple[Array, Array, Array]
 _EXTRA_PERIOD = 1024
 """Draws after which the additional draws of a mandatory group of several sources repeat."""
 _ROUNDS = 8
 _GOLDEN, _MIX_1, _MIX_2 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))  # splitmix64
 
 
-def permute_many(indices: _Array, size: int, key: int) -> _Array:
+def permute_many(indices: Array, size: int, key: int) -> Array:
     """The position of each index in the shuffle of ``range(size)`` keyed by the 64-bit ``key``: a bijection."""
     assert indices.size == 0 or (indices.min() >= 0 and indices.max() < size), size
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))  # the smallest even width: at most 4 x size
@@ -217,14 +217,14 @@ class GlobalOrder(_State):
         """The number of draws of the order, additional ones left out, before an offset of an epoch."""
         return (epoch - self.first_epoch) * self.stride + offset
 
-    def ahead(self, extra: Sequence[int]) -> _Array:
+    def ahead(self, extra: Sequence[int]) -> Array:
         """Additional draws of each source [sources], where ``extra`` were drawn of each group."""
         ahead = np.zeros(len(self.sizes), dtype=np.int64)
         for group, mixture, number in zip(self.mandatory, self._extra, extra, strict=False):
             ahead[list(group)] = mixture.counts(number)
         return ahead
 
-    def _draw(self, sources: _Array, numbers: _Array) -> Columns:
+    def _draw(self, sources: Array, numbers: Array) -> Columns:
         """Source, index and pass of draw ``numbers`` of ``sources``."""
         records, passes = np.empty_like(numbers), np.empty_like(numbers)
         for k in np.unique(sources).tolist():

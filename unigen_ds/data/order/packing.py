@@ -20,12 +20,10 @@ from typing import Annotated, Protocol
 
 import numpy as np
 from annotated_types import Ge
-from numpy.typing import NDArray
 
 from unigen_ds.config.registry import PACKERS, checked
 from unigen_ds.data.order.order import permute_many
-
-_Array = NDArray[np.int64]
+from unigen_ds.data.samples.sample import Array
 
 _SHARES = (0.55, 0.4, 0.7, 0.85, 0.2)
 """Shares of the samples that are spread before gaps are filled, tried until a plan is good enough."""
@@ -114,7 +112,7 @@ class _Samples:
         self.least = max(math.ceil(int(self.sizes.sum()) / seq_length), by_images, 1)
         """Sequences that any plan has at least."""
 
-    def best(self, number: int, enough: int, beginnings: Sequence[_Array] = ()) -> tuple[int, _Array]:
+    def best(self, number: int, enough: int, beginnings: Sequence[Array] = ()) -> tuple[int, Array]:
         """``pack`` with the share that needs the fewest sequences; the first that needs ``enough`` is good enough."""
         best, sequences = len(self.sizes) + 1, np.empty(0, dtype=np.int64)
         for share in _SHARES:
@@ -125,14 +123,14 @@ class _Samples:
                 break
         return best, sequences
 
-    def largest_first(self, samples: _Array) -> _Array:
+    def largest_first(self, samples: Array) -> Array:
         """Sorted by both measures together."""
         measure = self.sizes[samples] / self.seq_length
         if self.limited:
             measure += self.images[samples] / self.limit
         return samples[np.argsort(-measure, kind="stable")]
 
-    def pack(self, number: int, share: float, beginnings: Sequence[_Array] = ()) -> tuple[int, _Array]:
+    def pack(self, number: int, share: float, beginnings: Sequence[Array] = ()) -> tuple[int, Array]:
         """``number`` sequences, and more where these do not suffice: how many, and [n] the sequence of each sample.
         ``share``: of the samples, that is spread first. ``beginnings``: samples, one for each sequence, that are in it.
         """
@@ -145,14 +143,14 @@ class _Samples:
         rest = self._spread(order, int(share * len(order)), sequences, tokens, images)
         return self._fill(rest, sequences, tokens, images), sequences
 
-    def _put(self, samples: _Array, into: _Array, sequences: _Array, tokens: _Array, images: _Array) -> None:
+    def _put(self, samples: Array, into: Array, sequences: Array, tokens: Array, images: Array) -> None:
         sequences[samples] = into
         tokens[into] -= self.sizes[samples]
         images[into] -= self.images[samples]
 
-    def _spread(self, order: _Array, stop: int, sequences: _Array, tokens: _Array, images: _Array) -> _Array:
+    def _spread(self, order: Array, stop: int, sequences: Array, tokens: Array, images: Array) -> Array:
         """Give each of the first ``stop`` samples to one of the emptiest sequences; returns all that are left."""
-        misfits: list[_Array] = []
+        misfits: list[Array] = []
         waiting, rest = order[:stop], order[stop:]
         while len(waiting) and len(misfits) < _MOST_MISFITS:
             into = np.argsort(-tokens, kind="stable")[: len(waiting)]
@@ -165,7 +163,7 @@ class _Samples:
             waiting = np.concatenate([others, waiting])
         return np.concatenate([*misfits, waiting, rest])
 
-    def _fill(self, samples: _Array, sequences: _Array, tokens: _Array, images: _Array) -> int:
+    def _fill(self, samples: Array, sequences: Array, tokens: Array, images: Array) -> int:
         """Give each sample to the fullest sequence that has space for it, or begin one; returns how many there are."""
         total, free_images = len(tokens), images.tolist()
         # tokens left and number of each sequence in one integer; those without images left in a list of their own
@@ -197,7 +195,7 @@ class _Samples:
         return total
 
 
-def _shuffle(sequences: _Array, key: int) -> list[list[int]]:
+def _shuffle(sequences: Array, key: int) -> list[list[int]]:
     """The samples of each sequence, in ascending order; the sequences in an order that depends on ``key``."""
     order = np.argsort(sequences, kind="stable")
     numbers = np.bincount(sequences)

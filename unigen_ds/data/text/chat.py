@@ -50,7 +50,7 @@ class RenderedChat:
             reply: end with the template's generation prompt.
             marked: the assistant's parts are the template's ``{% generation %}`` blocks, where it has them.
             last: of these parts the last one alone; a template may then change earlier ones.
-            unlearned: numbers of the assistant's messages that are no such parts.
+            without_loss: numbers of the assistant's messages that are no such parts.
 
         Raises ``DataError`` where the template changes earlier text when a message is added: then no mask is correct.
         """
