@@ -188,8 +188,7 @@ def _balance_lines(stream: SequenceStream) -> Iterator[tuple[bool, str]]:
     """What an epoch draws of texts and images: one line for each source, one of all, and whether it is balanced."""
     names, balance = titles(stream), epoch_balance(stream)
     total = {key: sum(one[key] for one in balance.values()) for key in next(iter(balance.values()))}
-    several = {"all sources": total} if len(balance) > 1 else {}
-    for name, one in {**balance, **several}.items():
+    for name, one in {**balance, **({"all sources": total} if len(balance) > 1 else {})}.items():
         tokens, about = one["text_tokens"] + one["image_tokens"], "about " * (names.get(name, name) != name)
         yield (
             False,

@@ -82,8 +82,7 @@ class ShardWalk:
     def remember(self, state: _Start) -> bool:
         """Take over what ``state`` returned. False: it is not a state of this order."""
         start, pass_number, block = state
-        first = self._starts[0]
-        if start < 0 or not 0 <= block < self.blocks or pass_number < first[1]:
+        if start < 0 or not 0 <= block < self.blocks or pass_number < self._starts[0][1]:
             return False
         at = self._before(start)
         if self._starts[at][0] == start:  # blocks without a unit begin at the same number as the next one

@@ -300,8 +300,7 @@ def retry(what: str, attempts: int, act: Callable[[], _T]) -> _T:
         except Exception as error:  # every protocol has errors of its own
             # the HTTP file system reports a lost connection as a missing file; only the cause shows which it is
             cause = error.__cause__ or error
-            response = getattr(cause, "response", None)
-            status = getattr(cause, "status", None) or getattr(response, "status_code", None)
+            status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
             if status in (401, 403, 404, 410) or isinstance(cause, PermissionError | FileNotFoundError):
