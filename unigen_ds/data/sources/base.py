@@ -68,19 +68,15 @@ def _plain(value: Any) -> Any:
 class Names(Sequence[str]):
     """Many short texts as two arrays, as the index keeps them: names of files, of members of a tar."""
 
-    def __init__(self, letters: NDArray[Any], ends: NDArray[Any]) -> None:
-        self._letters, self._ends = letters, ends
+    def __init__(self, arrays: Arrays, kind: str) -> None:
+        self._letters, self._ends = arrays[f"{kind}_letters"], arrays[f"{kind}_ends"]
 
     @staticmethod
     def to_arrays(texts: Sequence[str], kind: str) -> Arrays:
-        """What ``in_arrays`` gets, of any texts, also those of bytes that are no UTF-8."""
+        """What the constructor gets, of any texts, also those of bytes that are no UTF-8."""
         contents = [text.encode("utf-8", "surrogateescape") for text in texts]
         ends = np.cumsum([len(one) for one in contents], dtype=np.int64)
         return {f"{kind}_letters": np.frombuffer(b"".join(contents), np.uint8), f"{kind}_ends": ends}
-
-    @classmethod
-    def in_arrays(cls, arrays: Arrays, kind: str) -> Names:
-        return cls(arrays[f"{kind}_letters"], arrays[f"{kind}_ends"])
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -98,11 +98,11 @@ class ImageFolderSource(RecordSource):
         return {**arrays, **Names.to_arrays(notes, "note")}
 
     def use(self, arrays: Arrays) -> None:
-        self.notes = Names.in_arrays(arrays, "note")
+        self.notes = Names(arrays, "note")
         if self._rows is not None:
             self._rows.use(arrays)
         else:
-            self._names = Names.in_arrays(arrays, "image")
+            self._names = Names(arrays, "image")
 
     def __len__(self) -> int:
         return len(self._names) if self._rows is None else len(self._rows)

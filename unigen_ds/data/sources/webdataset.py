@@ -99,7 +99,7 @@ class WebDatasetSource(RecordSource):
 
     def use(self, arrays: Arrays) -> None:
         self._spans = arrays["member_spans"].reshape(-1, 2)
-        self._names, self.notes = Names.in_arrays(arrays, "member"), Names.in_arrays(arrays, "note")
+        self._names, self.notes = Names(arrays, "member"), Names(arrays, "note")
         self._firsts = np.concatenate([[0], np.cumsum(arrays["members_of_record"])])
 
     def __len__(self) -> int:
