@@ -137,7 +137,7 @@ class UnifiedGenerationDataset:
                 image_root=root,
                 **build_options,
             )
-            self.index = self.shards.index(0)
+            self.index = self.shards.indexes[0]
             self.path = self.index.source.path
         else:
             source = open_source(data_path, format=format, cache_dir=cache, columns=columns)
@@ -150,7 +150,7 @@ class UnifiedGenerationDataset:
     def shard(self, number: int) -> UnifiedGenerationDataset:
         assert self.shards is not None
         shard = copy.copy(self)
-        shard.index, shard.shards, shard.first_number = self.shards.index(number), None, number * SPAN
+        shard.index, shard.shards, shard.first_number = self.shards.indexes[number], None, number * SPAN
         shard.cache_folder = shard.index.folder
         return shard
 
@@ -185,7 +185,7 @@ class UnifiedGenerationDataset:
     def _find(self, index: int) -> tuple[Index, int]:
         if self.shards is None:
             return self.index, index
-        return self.shards.index(index // SPAN), index % SPAN
+        return self.shards.indexes[index // SPAN], index % SPAN
 
     @property
     def fingerprint(self) -> str:

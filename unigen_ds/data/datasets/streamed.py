@@ -171,7 +171,8 @@ class StreamedShards:
         self.processor, self.settings, self._facts, self._build_options = processor, settings, tuple(facts), build
         self._layout = replace(layout, captions=layout.captions or self.shard_list.captions)
         self.num_mixed = min(settings.mixed_shards, len(self))
-        self._recent: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
+        self.indexes: Recent[Index] = Recent(2 * settings.mixed_shards + 1, self._build)
+        """The index of each shard, from the cache, or made of the fetched shard, which may raise ``DataError``."""
         self._ahead: set[int] = set()
         self.fetches_ahead = False
         """Whether ``prepare`` does anything: a run needs the records soon, a tool that only plans does not."""
@@ -201,10 +202,6 @@ class StreamedShards:
         facts = (*shard_list.facts, layout.folders, *layout.facts, *self._facts)
         shards = [shard.facts for shard in shard_list.shards]
         return fingerprint(_FORMAT, shards, self.settings.mixed_shards, self.processor.fingerprint, *facts)
-
-    def index(self, shard: int) -> Index:
-        """Return the index of a shard, from the cache, or made of the fetched shard. Raises ``DataError``."""
-        return self._recent[shard]
 
     def prepare(self, shards: Sequence[int]) -> None:
         """Fetch and plan shards in the background, each once. What fails is tried again, and reported, when needed."""

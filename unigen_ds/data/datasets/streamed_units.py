@@ -42,14 +42,11 @@ class ShardWalk:
         self, shards: StreamedShards, units: Callable[[int], int], *, seed: int, source: int, first_pass: int
     ) -> None:
         self.num_shards, self.num_mixed = len(shards), shards.num_mixed
+        self.blocks = -(-self.num_shards // self.num_mixed)
+        """Number of blocks of a pass."""
         self._prepare, self._units = shards.prepare, units
         self._seed, self._source = seed, source
         self._starts: list[_Start] = [(0, first_pass, 0)]
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks of a pass."""
-        return -(-self.num_shards // self.num_mixed)
 
     def shards(self, pass_number: int, block: int) -> list[int]:
         """Return the numbers of a block's shards, in the order of the pass."""
