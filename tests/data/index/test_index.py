@@ -23,7 +23,7 @@ from tests.data.support import (
     write_jsonl,
 )
 from unigen_ds.core.errors import DataError
-from unigen_ds.data.cache.array_cache import FOLDER, load_or_make
+from unigen_ds.data.cache.array_cache import FOLDER, load_or_fill
 from unigen_ds.data.index import index as index_module
 
 OTHER = type("Other", (ByteTokenizer,), {"fingerprint": "other"})
@@ -95,14 +95,14 @@ def test_damaged_cache_is_rebuilt_with_a_warning(
 def test_a_cache_is_never_unpickled(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     np.savez(cache, key=np.asarray("k"), values=np.asarray([{"a": 1}], dtype=object))
-    arrays = load_or_make(cache, "k", lambda: {"values": np.arange(3)})
-    assert arrays["values"].tolist() == [0, 1, 2]
+    assert load_or_fill(cache, "k", lambda new: new.store("values", np.arange(3)))["values"].tolist() == [0, 1, 2]
 
 
 def test_a_cache_of_another_key_is_not_used(tmp_path: Path) -> None:
     cache = tmp_path / "x.npz"
     for key, number in (("one", 1), ("two", 2)):
-        assert load_or_make(cache, key, lambda number=number: {"values": np.asarray([number])})["values"] == [number]
+        arrays = load_or_fill(cache, key, lambda new, number=number: new.store("values", np.asarray([number])))
+        assert arrays["values"] == [number]
 
 
 def test_worker_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

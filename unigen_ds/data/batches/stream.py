@@ -27,7 +27,7 @@ import numpy as np
 
 from unigen_ds.core.errors import CheckpointError, ConfigError, DataError
 from unigen_ds.core.progress import Skip, merged_skips
-from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.datasets.dataset import PlannedDataset, source_names
 from unigen_ds.data.datasets.groups import Blend, check_mandatory
 from unigen_ds.data.datasets.overflow import Overflow
@@ -322,13 +322,13 @@ class SequenceStream:
         key = fingerprint(self.fingerprint, self.epoch_order(epoch)) if changed else self.fingerprint
         cache = None if folder is None else folder / f"plan-{key[:16]}{SUFFIX}"
 
-        def make() -> dict[str, Any]:
+        def fill(new: ArrayFile) -> None:
             windows = range(self.num_windows(epoch))
-            counts = {"counts": np.asarray([len(self._plan(epoch, window)[0]) for window in windows], dtype=np.int64)}
-            extra = [self._after[epoch, window] for window in windows if self.order.mandatory]
-            return {**counts, **({"extra": np.asarray(extra, dtype=np.int64)} if extra else {})}
+            new.store("counts", np.asarray([len(self._plan(epoch, window)[0]) for window in windows], dtype=np.int64))
+            if self.order.mandatory:
+                new.store("extra", np.asarray([self._after[epoch, window] for window in windows], dtype=np.int64))
 
-        arrays = load_or_make(cache, key, make)
+        arrays = load_or_fill(cache, key, fill)
         for window, extra in enumerate(arrays["extra"].tolist() if self.order.mandatory else ()):
             self._after[epoch, window] = tuple(extra)
         return arrays["counts"].tolist()

@@ -131,16 +131,6 @@ def cache_folder(path: Path, cache_dir: Path | None) -> Path | None:
     return None
 
 
-def load_or_make(cache: Path | None, key: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> _Arrays:
-    """``load_or_fill`` of arrays that ``make`` returns whole."""
-
-    def fill(new: ArrayFile) -> None:
-        for name, values in make().items():
-            new.store(name, values)
-
-    return load_or_fill(cache, key, fill)
-
-
 def load_or_fill(cache: Path | None, key: str, fill: Callable[[ArrayFile], None]) -> _Arrays:
     """Return the arrays of ``cache`` where it has those of ``key``, else those that ``fill`` makes, then written there.
     Several processes may ask for it together: one makes it, the others wait where the file system has locks. It gets

@@ -17,7 +17,7 @@ import numpy as np
 
 from unigen_ds.core.errors import DataError
 from unigen_ds.core.shards import first_names
-from unigen_ds.data.cache.array_cache import SUFFIX, fingerprint, load_or_make
+from unigen_ds.data.cache.array_cache import SUFFIX, ArrayFile, fingerprint, load_or_fill
 from unigen_ds.data.datasets.dataset import PlannedDataset
 from unigen_ds.data.datasets.subset import filtering_of, record_number, sample_ids
 from unigen_ds.data.order.order import Draw
@@ -118,16 +118,16 @@ class FittedSource:
         counts, cut = self.dataset.counts(), self.by_action["truncate"]
         numbers = np.concatenate([self.by_action["skip"], self.by_action["error"], cut])
 
-        def make() -> dict[str, Array]:
+        def fill(new: ArrayFile) -> None:
             samples = (self.dataset.sample(index) for index in cut.tolist())
             rows = [count(sample.truncate(self.overflow.seq_length)) for sample in samples]
-            return {"rows": np.asarray(rows, dtype=np.int64)}
+            new.store("rows", np.asarray(rows, dtype=np.int64))
 
         rows = np.empty((0, len(COLUMNS)), dtype=np.int64)
         if cut.size:
             limit, folder = self.overflow.seq_length, self.dataset.cache_folder
             key = fingerprint("cut", self.dataset.fingerprint, limit, self.overflow.actions, COLUMNS)
-            rows = load_or_make(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, make)["rows"]
+            rows = load_or_fill(folder and folder / f"cut-{key[:16]}{SUFFIX}", key, fill)["rows"]
         columns = {name: getattr(counts, name) for name in CONTENT}
         return {
             name: int(column.sum() - column[numbers].sum()) + int(rows[:, COLUMNS.index(name)].sum())
