@@ -56,10 +56,7 @@ class ReportHook(Hook):
         self.root = roots[0]
 
     def after_run(self, run: Run) -> None:
-        if not run.finished:
-            return
-        report = self.measure(run, self.root)
-        if report is None:
+        if not run.finished or (report := self.measure(run, self.root)) is None:
             return
         results, sheet, summary = report
         out = run.work_dir
