@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from fractions import Fraction
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +87,8 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     exact = [total * w / sum(weights) for w in weights]
     counts = [max(1, int(e)) for e in exact]
     by_remainder = sorted(range(len(exact)), key=lambda k: (int(exact[k]) - exact[k], k))
-    position = 0
-    while sum(counts) < total:
-        counts[by_remainder[position % len(counts)]] += 1
-        position += 1
+    for k in islice(cycle(by_remainder), max(0, total - sum(counts))):
+        counts[k] += 1
     while sum(counts) > total:  # shares below one were raised to one: the largest is reduced
         counts[max(range(len(counts)), key=lambda k: counts[k])] -= 1
     return counts

@@ -66,9 +66,8 @@ class BestFitPacking:
         return f"FastPacking-1/{self.window}/{self.max_tiles}"  # the algorithm's name in files, whatever the class's
 
     def plan(self, lengths: Sequence[int], tiles: Sequence[int], seq_length: int, key: int) -> list[list[int]]:
-        """Positions in the window, grouped into sequences; each position once. A longer sample counts as ``seq_length``
-        (it is truncated); one with more images than ``max_tiles`` gets no other sample with images beside it. Inside a
-        sequence positions ascend; the order of the sequences is shuffled with ``key``.
+        """As of ``Packer``. A longer sample counts as ``seq_length`` (it is truncated); one with more images than
+        ``max_tiles`` gets no other sample with images beside it. Inside a sequence positions ascend.
         """
         samples = _Samples(lengths, tiles, seq_length, self.max_tiles)
         _, sequences = samples.best(samples.least, samples.least + samples.least // _GOOD)
