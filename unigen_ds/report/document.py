@@ -69,9 +69,6 @@ def data_uri(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-# ---- values as text ----
-
-
 def printable(value: object) -> str:
     """Text that a UTF-8 file can hold: lone surrogates and control characters are replaced."""
     text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -47,9 +47,6 @@ if PngImagePlugin.MAX_TEXT_CHUNK == 1 << 20:  # PIL's, which refuses pictures of
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 100 << 20
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Span:
     path: Path
@@ -122,9 +119,6 @@ class ImageContent:
 
 
 AnyImage = str | Path | ImageContent
-
-
-# --- pictures -----------------------------------------------------------------------------------------------------
 
 
 class UnreadableImage(DataError):
@@ -250,9 +244,6 @@ def on_white(image: Image.Image, mode: str) -> Image.Image:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba)
     return image.convert(mode)
-
-
-# --- tensors ------------------------------------------------------------------------------------------------------
 
 
 @TRANSFORMS.register_module()
