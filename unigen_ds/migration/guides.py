@@ -235,7 +235,8 @@ def yaml_file(command: Command) -> Draft:
     draft.carry_all(_DECODER)
     if draft.carry("train_dataloader.seq_length", "block_size", "seq_length", "max_sequence_length", kind=whole_number):
         draft.set("model.llm.max_position_embeddings", draft.get("train_dataloader.seq_length"))
-    if draft.take("fsdp", boolean) is False:
+    shards = draft.take("fsdp", boolean)
+    if shards is False:
         draft.set("backend.sharding_strategy", "NO_SHARD")
     total, each = draft.take("train_batch", whole_number), draft.take("batch_size", whole_number)
     processes = draft.get("world_size")
