@@ -13,15 +13,6 @@ from unigen_ds.config.registry import FOREIGN, REGISTRIES, registered_name
 _ALWAYS_IMPORTED = ("unigen_ds", "torch", "__main__", *FOREIGN)
 
 
-class Code(str):
-    """Text that is written as it is: a name that the file imports."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def config_text(config: Mapping[str, Any]) -> str:
     """The config as Python text: a registered class by its name and ``custom_imports``, any other by an import."""
     custom = config.get("custom_imports") or {}
@@ -46,7 +37,7 @@ def config_text(config: Mapping[str, Any]) -> str:
             return add_import(value, name)
         if isinstance(value, type) and value.__module__ != "__main__" and "." not in value.__qualname__:
             imports.append(f"from {value.__module__} import {value.__name__}\n")
-            return Code(value.__name__)
+            return value
         if isinstance(value, (type, FunctionType)):
             return f"{value.__module__}.{value.__qualname__}"
         if key == "type" and isinstance(value, str):
@@ -61,7 +52,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def python_text(value: Any, indent: str = "", *, width: int = 100) -> str:
-    """A plain value as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
+    """A plain value or a class as Python has it: ``dict(key=...)``, or ``{'key': ...}`` where a key is no name."""
     inside = indent + "    "
     if isinstance(value, Mapping):
         names = all(isinstance(key, str) and key.isidentifier() and not iskeyword(key) for key in value)
@@ -71,6 +62,8 @@ def python_text(value: Any, indent: str = "", *, width: int = 100) -> str:
     elif isinstance(value, (list, tuple)):
         items = [python_text(inner, inside, width=width) for inner in value]
         start, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+    elif isinstance(value, type):  # the text imports it
+        return value.__name__
     else:
         return f"float({str(value)!r})" if isinstance(value, float) and not isfinite(value) else repr(value)
     line = start + ", ".join(items) + end
