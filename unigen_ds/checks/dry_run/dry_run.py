@@ -19,17 +19,7 @@ from unittest import mock
 
 from unigen_ds.checkpoint.home import same
 from unigen_ds.checks.dry_run.batches import check_batches, check_collectives
-from unigen_ds.checks.dry_run.known import (
-    Checked,
-    Known,
-    Options,
-    Unknown,
-    not_checked,
-    ok,
-    problem,
-    problems_in,
-    warning,
-)
+from unigen_ds.checks.dry_run.known import Checked, Known, Options, not_checked, ok, problem, results_of, warning
 from unigen_ds.checks.dry_run.this_machine import check_devices, check_folders, check_job, check_paths
 from unigen_ds.checks.resume import as_launched
 from unigen_ds.config.registry import DRY_RUN_CHECKS
@@ -82,7 +72,7 @@ def check_trackers(known: Known) -> Iterator[Checked]:
     for component in Visualizer.parse(known.config.values.get("visualizer") or {}).vis_backends:
         writer = component.build()
         errors = [*getattr(writer, "lacks", list)()]
-        yield from (result for error in errors for result in problems_in(error))
+        yield from (result for error in errors for result in results_of(error))
         if not errors:
             yield ok(f"{component.name}: installed, and with a key where it needs one; its server was not asked")
 
@@ -195,10 +185,8 @@ def _results(known: Known, checks: Mapping[str, Check], names: Iterable[str]) ->
             else:
                 for result in checks[name](known):
                     results.append(result)  # also of a check that raises later
-        except Unknown as missing:
-            results.append(not_checked(f"needs {missing}, which an earlier check could not build"))
         except Exception as error:  # of a user's own class, too: the other checks continue
-            results += problems_in(error)
+            results += results_of(error)
         yield from (replace(result, check=name) for result in results)
 
 

@@ -47,8 +47,10 @@ def not_checked(text: str) -> Checked:
     return Checked("not checked", text)
 
 
-def problems_in(error: Exception) -> list[Checked]:
+def results_of(error: Exception) -> list[Checked]:
     """One for each problem that an error names; of any other error than ours its kind and where it was raised."""
+    if isinstance(error, Unknown):
+        return [not_checked(f"needs {error}, which an earlier check could not build")]
     if not isinstance(error, UnigenError):
         return [problem(short_text(error))]
     title, *several = str(error).split("\n  ")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, not_checked, ok, problem, problems_in, warning
+from unigen_ds.checks.dry_run.known import Checked, Hardware, Known, not_checked, ok, problem, results_of, warning
 from unigen_ds.checks.memory.counted import in_processes
 from unigen_ds.config.overrides import stated_world_size
 from unigen_ds.config.paths import PATH_KEYS, is_hub_name, paths_in
@@ -56,7 +56,7 @@ def check_job(known: Known) -> Iterator[Checked]:
         try:
             dist.launcher_environment(launcher)
         except ConfigError as error:
-            yield from problems_in(error)
+            yield from results_of(error)
     num_started = dist.env_world_size() if "WORLD_SIZE" in os.environ else None
     known.world_size = options.world_size or num_started or stated_world_size(known.config.values)
     on_node = dist.env_processes_per_node() if num_started == known.world_size and num_started > 1 else None
