@@ -39,13 +39,12 @@ class CountedBytes(TorchDispatchMode):
         self._on_host: set[int] = set()
         self._storages: dict[int, tuple[Any, int]] = {}
         self._patches = ExitStack()
-        self.is_fake = fake
         self._without_memory = FakeTensorMode(allow_non_fake_inputs=True) if fake else None
 
     def without_memory(self, module: torch.nn.Module) -> None:
-        """Replace the parameters and the buffers of floating-point numbers that have memory by fake ones."""
-        mode = self._without_memory
-        assert mode is not None
+        """Replace the parameters and the buffers of floating-point numbers that have memory by fakes, if ``fake``."""
+        if (mode := self._without_memory) is None:
+            return
 
         def has_memory(tensor: Tensor) -> bool:
             is_number = tensor.is_floating_point() or isinstance(tensor, torch.nn.Parameter)
@@ -68,11 +67,13 @@ class CountedBytes(TorchDispatchMode):
 
     def __enter__(self) -> CountedBytes:
         super().__enter__()
-        counter = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = _INPLACE_RESIZE(storage, size)
-            counter._resize(storage)
+            if (key := storage._cdata) in self._storages:
+                reference, before = self._storages[key]
+                self._storages[key] = (reference, storage.nbytes())
+                self._change(storage.nbytes() - before)
             return result
 
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
@@ -130,13 +131,6 @@ class CountedBytes(TorchDispatchMode):
             self._on_host.discard(key)
             self.host -= nbytes
         self._change(-nbytes)
-
-    def _resize(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._storages:
-            reference, before = self._storages[key]
-            self._storages[key] = (reference, storage.nbytes())
-            self._change(storage.nbytes() - before)
 
     def _change(self, nbytes: int) -> None:
         self.now += nbytes

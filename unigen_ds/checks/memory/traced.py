@@ -155,8 +155,7 @@ def trace(
 def prepare(counter: CountedBytes, settings: Settings, backend: Backend, processor: Any) -> int:
     """Build the model and pass it to the engine, inside of ``counter``. Returns the highest sum while it was built."""
     model: Any = build.build_model(settings, processor, seed=settings.seed, stream=True)
-    if counter.is_fake:
-        counter.without_memory(model)
+    counter.without_memory(model)
     counter.add_all([*model.parameters(), *model.buffers()])
     build_peak = counter.peak
     groups = build.build_groups(settings, model.named_parameters(remove_duplicate=False))
