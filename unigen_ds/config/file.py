@@ -74,7 +74,7 @@ def unread_names(path: Path) -> set[str]:
         text = file.read_text(encoding="utf-8")
         read_of_bases |= {*_OF_A_BASE.findall(text)}
         if file.suffix != ".py":
-            unread |= {*_values(file)}
+            unread |= {*load(str(file))}
             continue
         nodes = [*ast.walk(ast.parse(text))]
         names = [node for node in nodes if isinstance(node, ast.Name)]
@@ -97,13 +97,9 @@ def with_bases(path: Path) -> list[Path]:
                 imports = [one for one in node.body if isinstance(one, ast.ImportFrom) and one.level]
                 names = ["../" * (one.level - 1) + f"{one.module or ''}".replace(".", "/") + ".py" for one in imports]
     else:
-        names = _values(path).get(_BASE) or ()
+        names = load(str(path)).get(_BASE) or ()
     files = {path: None}
     for name in [names] if isinstance(names, str) else names:
         if (base := path.parent / Path(name).expanduser()).is_file():
             files |= dict.fromkeys(with_bases(base))
     return [*files]
-
-
-def _values(path: Path) -> dict[str, Any]:
-    return dict(load(str(path)))
