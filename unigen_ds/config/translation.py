@@ -28,10 +28,6 @@ class Key:
     remedy: str = ""
     """What to do about another value; without one: to delete it."""
 
-    @property
-    def advice(self) -> str:
-        return self.remedy or f"delete it, {self.why}"
-
 
 @dataclass(frozen=True)
 class Change:
@@ -163,7 +159,7 @@ def hint(path: str, schema: Mapping[str, Any]) -> str | None:
     name = path.rpartition(".")[2]
     key = KEYS.get(path) or KEYS.get(name)
     if key is not None and OUR_PATHS.get(name) != path:
-        return key.advice
+        return key.remedy or f"delete it, {key.why}"
     own_path = dict(reversed([*_paths(schema)])).get(name)
     return f"write {own_path}" if own_path and own_path != path else None
 
