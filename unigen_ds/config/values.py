@@ -124,7 +124,7 @@ def describe_hint(hint: Any, metadata: Sequence[Any] = ()) -> str:
         return str(choices[0])
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        return describe_hint(inner[0], (*_flat(inner[1:]), *metadata))
+        return describe_hint(inner[0], (*inner[1:], *metadata))
     if origin in (Union, types.UnionType):
         return " or ".join(describe_hint(one, () if one is type(None) else metadata) for one in inner)
     if origin is Literal:
@@ -139,13 +139,9 @@ def describe_hint(hint: Any, metadata: Sequence[Any] = ()) -> str:
     return _WORDS.get(origin, getattr(origin, "__name__", str(origin))) + _limits(metadata)
 
 
-def _flat(metadata: Sequence[Any]) -> list[Any]:
-    """``Field(ge=1)`` holds its limits one level deeper."""
-    return [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
-
-
 def _limits(metadata: Sequence[Any]) -> str:
-    flat = _flat(metadata)
+    # ``Field(ge=1)`` holds its limits one level deeper
+    flat = [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
     low = next((one for one in flat if isinstance(one, (Ge, Gt))), None)
     high = next((one for one in flat if isinstance(one, (Le, Lt))), None)
     if isinstance(low, Ge) and isinstance(high, Le):
