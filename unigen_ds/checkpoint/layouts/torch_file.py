@@ -96,21 +96,17 @@ class TorchReader(ShardReader):
     """A ``ShardReader`` over plain torch files. ``others``: keys at their top that are not read (an optimizer's)."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        super().__init__(unique=True)
+        super().__init__()
         self.others: list[str] = []
         tensors: dict[str, Tensor] = {}
-        sources: dict[str, Path] = {}
         for path in paths:
             content = load_file(path)
             state = _state_dict(content, path)
             if state is not content:
                 self.others += [str(key) for key in content if content[key] is not state]
-            of_file = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-            tensors |= of_file
-            sources |= dict.fromkeys(of_file, path)
+            tensors |= {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
         for prefix in ("module.", "_orig_mod."):  # of DistributedDataParallel and torch.compile
             if tensors and all(name.startswith(prefix) for name in tensors):
-                sources = {name.removeprefix(prefix): path for name, path in sources.items()}
                 tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         self.tied = shared_names(tensors)
         for name, tensor in tensors.items():
@@ -119,7 +115,7 @@ class TorchReader(ShardReader):
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise CheckpointError(f"{name} is a {tensor.layout} tensor", allowed="dense tensors")
             fetch = slices_of(tensor if tensor.is_contiguous() else tensor.contiguous())
-            self.add(MASTER, name, 0, tensor.numel(), fetch, source=str(sources[name]), shape=tensor.shape)
+            self.add(MASTER, name, 0, tensor.numel(), fetch, shape=tensor.shape)
 
 
 def shared_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
