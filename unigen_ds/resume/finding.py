@@ -52,6 +52,14 @@ class Finding:
     guide: int | None = None
 
 
+def compare(
+    id: str, was: str, now: str, why: str, remedy: str = "", *, same: bool | None = None, otherwise: Status = "warn"
+) -> Finding:
+    """A finding that is ``ok`` where both are the ``same`` (None: have equal texts), and ``otherwise`` where not."""
+    same = was == now if same is None else same
+    return Finding(id, "ok", was, now) if same else Finding(id, otherwise, was, now, why, remedy)
+
+
 SAVES = {"interval": -1, "by_epoch": True, "unit": None, "max_keep_ckpts": -1, "form": "sharded"}
 """When checkpoints are saved, and how many are kept: arguments of ``CheckpointHook``, as they are without a hook."""
 
@@ -201,26 +209,20 @@ def model_findings(
         if trainable.get(row["name"], row["trainable"]) != row["trainable"]
     ]
     number = f"{len(earlier)} parameters"
-    findings = []
-    for id, differences, same in (
-        ("model.structure", model and other_model(was, config) + model, "the same names and shapes"),
-        ("model.trainable", frozen, "the same ones are trained"),
-    ):
-        if differences:
-            why = "the model differs from that of the checkpoint"
-            remedy = "set model back; --load-from CKPT starts another training from the weights, if they fit"
-            findings.append(Finding(id, "block", number, first_names(differences, "; "), why, remedy))
-        else:
-            findings.append(Finding(id, "ok", number, same))
+    structure = first_names(model and other_model(was, config) + model, "; ") or "the same names and shapes"
+    training = first_names(frozen, "; ") or "the same ones are trained"
+    why = "the model differs from that of the checkpoint"
+    remedy = "set model back; --load-from CKPT starts another training from the weights, if they fit"
     kind, kind_now = optimizer_type(was), optimizer_type(config)
-    optimizer = Finding("optimizer.type", "ok", kind, kind_now)
-    if kind != kind_now:
-        why = "the optimizer is another one, which cannot use the stored state"
-        remedy = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
-        optimizer = Finding("optimizer.type", "block", kind, kind_now, why, remedy)
+    of_optimizer = "the optimizer is another one, which cannot use the stored state"
+    back = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
     before, after = (", ".join(sorted({str(r["group"]) for r in rows if r["group"]})) for rows in (earlier, parameters))
-    why = "moments follow the parameters by name into the new groups" if before != after else ""
-    return [*findings, optimizer, Finding("optimizer.groups", "warn" if why else "ok", before, after, why)]
+    return [
+        compare("model.structure", number, structure, why, remedy, same=not model, otherwise="block"),
+        compare("model.trainable", number, training, why, remedy, same=not frozen, otherwise="block"),
+        compare("optimizer.type", kind, kind_now, of_optimizer, back, otherwise="block"),
+        compare("optimizer.groups", before, after, "moments follow the parameters by name into the new groups"),
+    ]
 
 
 def optimizer_type(config: Mapping[str, Any]) -> str:
