@@ -16,7 +16,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config.registry import RESUME_CHECKS
 from unigen_ds.core.progress import Progress
 from unigen_ds.core.shards import first_names
-from unigen_ds.resume.finding import Finding, Proposal, Status, compare, edited_settings, model_findings
+from unigen_ds.resume.finding import Finding, Proposal, Status, compare_sides, edited_settings, model_findings
 from unigen_ds.resume.geometry import geometries_text
 from unigen_ds.schedule.schedule import Schedules
 from unigen_ds.system.files import size_text
@@ -176,7 +176,7 @@ def check_edited(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     edits = edited_settings(proposal.complete(manifest.config), proposal.complete(proposal.config))
     now = first_names(edits, "; ") if edits else "no other setting that changes what is learned"
     why = "it holds from here on; nothing else in this list shows it"
-    yield compare("config.edited", "as stored", now, why, same=not edits)
+    yield compare_sides("config.edited", "as stored", now, why, same=not edits)
 
 
 def check_intervals(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -227,7 +227,7 @@ def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was, now = dict(manifest.topology), dict(proposal.topology)
     old, precision = was.pop("precision", None), now.pop("precision", "fp32")
     why = "masters and moments are fp32 in all; results differ by its rounding"
-    yield compare("precision", old or "not known", precision, why, same=old == precision)
+    yield compare_sides("precision", old or "not known", precision, why, same=old == precision)
     why = "bit-equal" if was == now else "loaded by parameter name; equal to float rounding, not to the bit"
     before, after = (
         ", ".join(f"{key} {value}" for key, value in sorted(side.items()) if value not in (None, False, [], ()))
@@ -235,7 +235,7 @@ def check_engine(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     )
     yield Finding("engine", "ok", before, after, why)
     why = "each process keeps its own generator: a network's own dropout is seeded anew"
-    yield compare("rng", f"{was.get('dp_size')} process(es)", f"{now.get('dp_size')} process(es)", why)
+    yield compare_sides("rng", f"{was.get('dp_size')} process(es)", f"{now.get('dp_size')} process(es)", why)
 
 
 def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -243,7 +243,7 @@ def check_ema(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     why = "the average is dropped with the next checkpoint"
     if proposal.averages:
         why = "the average starts at the present weights"
-    yield compare("ema", was, now, why)
+    yield compare_sides("ema", was, now, why)
 
 
 def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
@@ -252,7 +252,7 @@ def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     was = ", ".join(f"{name} {manifest.versions[name]}" for name in other or names)
     now = ", ".join(f"{name} {proposal.versions[name]}" for name in other) or "the same"
     why = "results may differ in the last bits, or by what those versions changed"
-    yield compare("versions", was, now, why, same=not other)
+    yield compare_sides("versions", was, now, why, same=not other)
 
 
 def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:

@@ -52,7 +52,7 @@ class Finding:
     guide: int | None = None
 
 
-def compare(
+def compare_sides(
     id: str, was: str, now: str, why: str, remedy: str = "", *, same: bool | None = None, otherwise: Status = "warn"
 ) -> Finding:
     """A finding that is ``ok`` where both are the ``same`` (None: have equal texts), and ``otherwise`` where not."""
@@ -218,10 +218,10 @@ def model_findings(
     back = f"set optim_wrapper.optimizer.type back to {kind}, or start anew with --load-from CKPT"
     before, after = (", ".join(sorted({str(r["group"]) for r in rows if r["group"]})) for rows in (earlier, parameters))
     return [
-        compare("model.structure", number, structure, why, remedy, same=not model, otherwise="block"),
-        compare("model.trainable", number, training, why, remedy, same=not frozen, otherwise="block"),
-        compare("optimizer.type", kind, kind_now, of_optimizer, back, otherwise="block"),
-        compare("optimizer.groups", before, after, "moments follow the parameters by name into the new groups"),
+        compare_sides("model.structure", number, structure, why, remedy, same=not model, otherwise="block"),
+        compare_sides("model.trainable", number, training, why, remedy, same=not frozen, otherwise="block"),
+        compare_sides("optimizer.type", kind, kind_now, of_optimizer, back, otherwise="block"),
+        compare_sides("optimizer.groups", before, after, "moments follow the parameters by name into the new groups"),
     ]
 
 
