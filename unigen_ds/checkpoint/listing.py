@@ -87,12 +87,9 @@ def describe_checkpoint(directory: Path) -> list[str]:
     from unigen_ds.schedule.schedule import Schedules  # which imports torch: a list does not wait for it
 
     checkpoints = find_checkpoints(directory)
-    readable = [f for f in checkpoints if f.manifest is not None]
-    if not readable:
-        raise CheckpointError(f"{checkpoints[-1].path}: {checkpoints[-1].problem}")
-    checkpoint = (store.current(checkpoints) or readable)[-1]
-    manifest = checkpoint.manifest
-    assert manifest is not None
+    checkpoint = (store.current(checkpoints) or checkpoints)[-1]  # those without a manifest come first
+    if (manifest := checkpoint.manifest) is None:
+        raise CheckpointError(f"{checkpoint.path}: {checkpoint.problem}")
     progress, loader, schedules = manifest.progress, manifest.loader, Schedules.from_state_dict(manifest.schedule)
     sizes, per_epoch = Counter[str](), manifest.ruler.sequences_per_epoch
     for row in manifest.parameters:
