@@ -176,14 +176,12 @@ def check_collectives(known: Known) -> Iterator[Checked]:
     preload()
     task = partial(record_calls, settings, start.data.processor, [*batches.examples.values()], geometry)
     ((_, (calls, why)),) = in_processes({"calls": task}, jobs=1)
-    if calls is None:
-        without = "DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor"
-        if re.search(without, str(why)):
-            yield not_checked(f"an update cannot be traced without memory: {why}")
-        else:
-            yield problem(f"an update fails: {why}")
-        return
-    if geometry.dp_size == 1:
+    without = "DynamicOutputShape|DataDependentOutput|UnsupportedOperator|UnsupportedFakeTensor"
+    if calls is None and re.search(without, str(why)):
+        yield not_checked(f"an update cannot be traced without memory: {why}")
+    elif calls is None:
+        yield problem(f"an update fails: {why}")
+    elif geometry.dp_size == 1:
         yield ok("one process calls none; an update of each kind of micro-batch can be computed")
-        return
-    yield compare_ranks(batches, dict(zip(batches.examples, calls, strict=True)))
+    else:
+        yield compare_ranks(batches, dict(zip(batches.examples, calls, strict=True)))
