@@ -264,10 +264,8 @@ def _decide_optimizer(
     optimizer, own = base["optim_wrapper"]["optimizer"], (_LORA_RATE, "of adapters; --lr")
     if "lora" not in config.values and config.model.is_new:
         rate = min(_NEW_RATE * (_NEW_SIZE / size) ** 0.5, _MOST_RATE)
-        own = (
-            float(f"{rate:.0e}"),
-            "of random weights, by their number; half of it with learned positions (GPT-2); --lr",
-        )
+        reason = "of random weights, by their number; half of it with learned positions (GPT-2); --lr"
+        own = float(f"{rate:.0e}"), reason
     elif "lora" not in config.values:
         rate = optimizer["lr"] * min(max((recipe_size / size) ** 0.5, 1), 100)
         own = float(f"{rate:.0e}"), "by the number of parameters; --lr"
