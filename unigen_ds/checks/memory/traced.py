@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -201,7 +201,5 @@ def fake_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
             td.destroy_process_group()
 
 
-@contextmanager
-def without_compile() -> Iterator[None]:
-    with mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None):
-        yield
+def without_compile() -> AbstractContextManager[object]:
+    return mock.patch.object(nn.Module, "compile", lambda module, *args, **kwargs: None)
