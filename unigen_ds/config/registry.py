@@ -130,9 +130,7 @@ class Component:
 
     def get(self, argument: str, default: Any = None) -> Any:
         """The argument as given, else the constructor's default, else ``default``."""
-        if argument in self.arguments:
-            return self.arguments[argument]
-        return argument_defaults(self.cls).get(argument, default)
+        return {**argument_defaults(self.cls), **self.arguments}.get(argument, default)
 
     @property
     def spec(self) -> dict[str, Any]:
