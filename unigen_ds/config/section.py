@@ -75,8 +75,6 @@ class Of:
     def complete(self, config: Any) -> Any:
         """See ``Section.complete``."""
         spec = self._validate(config.spec if isinstance(config, Component) else config)
-        if not isinstance(spec, Mapping):
-            return config
         try:
             cls = find(self.registry, spec, where="")
         except ConfigError:
