@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unigen_ds.config.registry import class_name
+from unigen_ds.core.errors import short_value
 
 _ALWAYS: Sequence[Any] = ()
 _NEVER: Sequence[Any] = (object(),)
@@ -262,9 +263,8 @@ class _Translation:
         for writer in [*writers] if isinstance(writers, (list, tuple)) else []:
             if isinstance(writer, Mapping) and class_name(writer.get("type")) == "LocalVisBackend":
                 node[last] = [other for other in node[last] if other is not writer]
-                self.changes.append(
-                    Change(f"visualizer.vis_backends: {_short(writer)}", "metrics.jsonl has every value")
-                )
+                source = f"visualizer.vis_backends: {_short(writer)}"
+                self.changes.append(Change(source, "metrics.jsonl has every value"))
 
     def order(self, section: str) -> None:
         """mmengine's shuffled order is what there is, and its ways to make a batch are not needed."""
@@ -327,5 +327,4 @@ def _evaluates(hook: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = repr(value) if not isinstance(value, type) else value.__name__
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return value.__name__ if isinstance(value, type) else short_value(value)
