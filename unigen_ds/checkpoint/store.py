@@ -305,7 +305,6 @@ class Lineage:
     start: str | None = None
     """The checkpoint outside the work dir that the run resumed from, until it saves its own."""
     abandoned: tuple[int, ...] = ()
-    """Commits that were abandoned."""
     last_commit: int = 0
     """The highest commit number so far: a number is never used twice, even when checkpoints are removed."""
     skips: tuple[Skip, ...] = ()

@@ -34,7 +34,6 @@ from unigen_ds.runner.start.stages import build_engine
 from unigen_ds.system.machine import num_cores
 
 _MOST_EXAMPLES = 8
-"""Examples that a line has at most."""
 
 
 def check_batches(known: Known) -> Iterator[Checked]:

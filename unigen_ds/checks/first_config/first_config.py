@@ -80,11 +80,9 @@ class FirstConfig:
         print(f"{name:<12} {value}: {why}", flush=True)
 
     def command(self, out: str) -> str:
-        """The command that starts the training."""
         return command("train", out, processes=self.world_size)
 
     def text(self, out: str) -> str:
-        """The whole file."""
         what = " ".join(f"{self.decisions['model'][0]} learns {self.decisions['data'][0]}".split())
         lines = [f"# {what}.", f"# Start: {self.command(out)}    After a stop, to continue: the same with --resume", ""]
         for key in sorted(self.values, key=SECTIONS.index):
