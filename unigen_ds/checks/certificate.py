@@ -267,12 +267,11 @@ def changes_of(settings: Settings, *, every: int) -> tuple[dict[str, Any], list[
 
 def differences(one: Path, other: Path) -> list[str]:
     """What is not bit-equal of two work dirs: lines of their journals, in order, then their last checkpoints."""
-    lines = [*_line_differences(METRICS_FILE, one, other), *_line_differences(LEDGER_FILE, one, other)]
+    lines = sorted([*_line_differences(METRICS_FILE, one, other), *_line_differences(LEDGER_FILE, one, other)])
     newest = [store.newest(home_of(folder))[0] for folder in (one, other)]
     a, b = (None if checkpoint is None else checkpoint.path for checkpoint in newest)
-    if a is None or b is None:
-        return [text for _, text in sorted(lines)] + [f"the last checkpoints are {a} and {b}"]
-    return [text for _, text in sorted(lines)] + checkpoint_differences(a, b)
+    missing = [f"the last checkpoints are {a} and {b}"]
+    return [text for _, text in lines] + (checkpoint_differences(a, b) if a and b else missing)
 
 
 def _line_differences(name: str, one: Path, other: Path) -> Iterator[tuple[int, str]]:
