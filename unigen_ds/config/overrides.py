@@ -102,16 +102,14 @@ def _without_means(config: Config) -> Config:
     for name in [*config]:
         if name not in settings or isinstance(settings[name], (type, FunctionType)):
             config.pop(name)
-    for section in (config.get("model"), _inside(config.get("optim_wrapper"), "optimizer")):
-        kind = _inside(section, "type")
+    optim_wrapper = config.get("optim_wrapper")
+    optimizer: Any = optim_wrapper.get("optimizer") if isinstance(optim_wrapper, Mapping) else None
+    for section in (config.get("model"), optimizer):
+        kind = section.get("type") if isinstance(section, Mapping) else None
         if isinstance(kind, type):  # by name, as checkpoints and comparisons have it
             torchs = kind.__module__.startswith("torch.optim")
             section["type"] = kind.__name__ if torchs else registered_name(kind) or kind
     return config
-
-
-def _inside(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, Mapping) else None
 
 
 def parse_override(text: str) -> tuple[str, Any]:
