@@ -175,9 +175,8 @@ def _work(pipe: Connection, make: Callable[[Any], Any], number: int) -> None:
     gc.freeze()  # what the main process has made is not searched for cycles, which would also copy all of its pages
     torch.set_num_threads(1)
     os.environ[TOKENIZER_THREADS] = "false"  # whatever a user has set: threads of a tokenizer do not survive a fork
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number_of_signal in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number_of_signal, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
