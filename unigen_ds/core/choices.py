@@ -12,7 +12,7 @@ SHIPPED_NAMES = (
     "bagel_7b_fsdp, bagel_7b_zero3, bagel_from_parts, bagel_lora, decoder_lm_300m, decoder_lm_90m,"
     " frozen_vlm_zero2, llava_zero2, nanovlm_230m, nanovlm_460m, qwen_sft, unified_digits or unified_emoji"
 )
-"""Names of the configs of the package (``config_file.shipped``)."""
+"""Names of the configs of the package (``shipped_configs``)."""
 TASKS = ("chat", "caption", "draw", "edit", "pretrain")
 """What a record may teach: ``tools/init.py --task``."""
 DTYPE_NAMES = ("fp32", "bf16", "fp16")

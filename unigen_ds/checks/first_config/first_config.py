@@ -64,19 +64,15 @@ class FirstConfig:
     data: DataInput
     hardware: Hardware
     values: dict[str, Any] = field(default_factory=dict)
-    comments: dict[str, str] = field(default_factory=dict)
-    """Key at the top of the config -> its comment."""
-    decisions: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Name -> what was decided, and why."""
+    decisions: dict[str, tuple[str, str, str]] = field(default_factory=dict)
+    """Name -> what was decided, why, and the key at the top of the config whose comment that is, if any."""
 
     @property
     def world_size(self) -> int:
         return max(self.hardware.count, 1)
 
     def decide(self, name: str, value: str, why: str, *, key: str = "") -> None:
-        """``key``: of the config, whose comment ``why`` is."""
-        self.decisions[name] = value, why
-        self.comments[key] = why
+        self.decisions[name] = value, why, key
         print(f"{name:<12} {value}: {why}", flush=True)
 
     def command(self, out: str) -> str:
@@ -85,8 +81,9 @@ class FirstConfig:
     def text(self, out: str) -> str:
         what = " ".join(f"{self.decisions['model'][0]} learns {self.decisions['data'][0]}".split())
         lines = [f"# {what}.", f"# Start: {self.command(out)}    After a stop, to continue: the same with --resume", ""]
+        comments = {key: why for _, why, key in self.decisions.values()}
         for key in sorted(self.values, key=SECTIONS.index):
-            lines += _section_lines(key, self.values[key], self.comments.get(key, ""))
+            lines += _section_lines(key, self.values[key], comments.get(key, ""))
         return "\n".join(lines) + "\n"
 
 
