@@ -163,8 +163,9 @@ class ParquetSource(ArrowSource):
 
     def __init__(self, path: Path, *, label: str | None = None, folder: Path | None = None) -> None:
         super().__init__(path, label=label, folder=folder)
+        parquet = require("pyarrow.parquet", f"the table {self.label}")
         with self._reading():
-            file = require("pyarrow.parquet", f"the table {self.label}").ParquetFile(str(self.path))
+            file = parquet.ParquetFile(str(self.path))
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
 
         def write(target: Path) -> None:
