@@ -337,7 +337,7 @@ def test_no_two_modules_have_a_function_or_class_of_one_name() -> None:
 
 
 _SOURCES = (".py", ".toml", ".c", ".cpp")
-MOST_LINES = {"unigen_ds": 43_260, "tests": 43_100}
+MOST_LINES = {"unigen_ds": 43_000, "tests": 43_100}
 """A change of these limits, and of those below, needs a sentence in ``docs/decisions.md``."""
 MOST_ENTERED = {
     "load_config": 20,
