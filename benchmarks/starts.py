@@ -2,8 +2,8 @@
 
 In: nothing; a decoder of two layers, its documents and a run of it are made in a temporary folder. Out: a table of CPU
 and wall time, and ``results/starts_<date>.json``. All commands run in turns, each in processes of its own; the first
-round is not counted. Limits are of the median wall time on two quiet cores; those of trainings are of the ratio to a
-hand-written loop (``shared/hand_start.py``).
+round is not counted. Limits are of the median wall time on two quiet cores; trainings have a second one, of the ratio
+to a hand-written loop (``shared/hand_start.py``), which is measured with them.
 
     python benchmarks/starts.py [--only train resume] [--rounds 5] [--against TREE]
 
@@ -34,7 +34,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 ONE_UPDATE = ("tools/train.py", "{config}", "--max-updates", "1", "--work-dir", "{new}")
 COMMANDS = {
     "import torch": ("-c", "import torch"),
-    "hand loop": ("benchmarks/shared/hand_start.py", "{folder}/train.jsonl", "{new}.pt"),
+    "hand loop": ("{root}/benchmarks/shared/hand_start.py", "{folder}/train.jsonl", "{new}.pt"),
     "train single": ONE_UPDATE,
     "train fsdp@2": (*TORCHRUN, *ONE_UPDATE, "--backend", "fsdp"),
     "train zero2@2": (*TORCHRUN, *ONE_UPDATE, "--backend", "deepspeed:zero2"),
@@ -44,10 +44,13 @@ COMMANDS = {
     "generate": ("tools/generate.py", RUN, *PROMPTS, "--max-length", "20", "--out", "{new}"),
     "report": ("tools/report.py", "{folder}/long", "--out", "{new}.html"),
 }
-LIMITS = {"resume": 2.0, "inspect_data": 3.0, "plan": 8.0, "generate": 3.0, "report": 3.0}
+LIMITS = {
+    "train single": 5.5, "train fsdp@2": 6.5, "train zero2@2": 7.5, "resume": 2.0, "inspect_data": 3.0, "plan": 8.0,
+    "generate": 3.0, "report": 3.0,
+}  # fmt: skip
 """Seconds."""
 RATIOS = {"train single": 1.02, "train fsdp@2": 1.2, "train zero2@2": 1.39}
-"""To the wall time of the hand-written loop of one process, by round."""
+"""To the wall time of the hand-written loop of one process, by round: what the seconds are where it needs 5.4."""
 REPORT_LINES = 100_000
 
 
@@ -107,6 +110,8 @@ def main() -> int:
     p.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     arguments = p.parse_args()
     names = [name for name in COMMANDS if arguments.only is None or name.startswith(tuple(arguments.only))]
+    if set(RATIOS) & set(names):
+        names = ["hand loop", *(name for name in names if name != "hand loop")]
     trees = {"here": ROOT, **({"there": arguments.against.resolve()} if arguments.against else {})}
     cpu: dict[str, dict[str, list[float]]] = {name: {tree: [] for tree in trees} for name in names}
     wall: dict[str, dict[str, list[float]]] = {name: {tree: [] for tree in trees} for name in names}
@@ -118,7 +123,7 @@ def main() -> int:
             for name in names:
                 for label, tree in trees.items():
                     number += 1
-                    parts = {"folder": folder, "config": config, "new": folder / f"new{number}"}
+                    parts = {"folder": folder, "config": config, "new": folder / f"new{number}", "root": ROOT}
                     seconds = measure([part.format(**parts) for part in COMMANDS[name]], tree)
                     if turn:  # the first fills caches
                         cpu[name][label].append(seconds[0])
@@ -131,12 +136,11 @@ def main() -> int:
             checks[f"{name} <= {LIMITS[name]} s"] = medians[name]["here"][1] <= LIMITS[name]
         print(f"{name:14} {'   '.join(texts)}   {'' if name not in LIMITS else f'limit {LIMITS[name]} s'}")
     ratios = {}
-    for name in RATIOS if "hand loop" in names else ():
-        if name in names:
-            pairs = zip(wall[name]["here"], wall["hand loop"]["here"], strict=True)
-            ratios[name] = interval([ours / peer for ours, peer in pairs])
-            checks[f"{name} <= {RATIOS[name]} of the hand loop"] = ratios[name]["median"] <= RATIOS[name]
-            print(f"{name:14} {ratios[name]['median']:.2f} of the hand loop   limit {RATIOS[name]}")
+    for name in [name for name in RATIOS if name in names]:
+        pairs = zip(wall[name]["here"], wall["hand loop"]["here"], strict=True)
+        ratios[name] = interval([ours / peer for ours, peer in pairs])
+        checks[f"{name} <= {RATIOS[name]} of the hand loop"] = ratios[name]["median"] <= RATIOS[name]
+        print(f"{name:14} {ratios[name]['median']:.2f} of the hand loop   limit {RATIOS[name]}")
     record = {"verdict": checks, "medians": medians, "ratios": ratios, "cpu_seconds": cpu, "wall_seconds": wall}
     path = write_result("starts", {"load": os.getloadavg(), **record}, folder=arguments.out)
     print(f"Written: {os.path.relpath(path)}")

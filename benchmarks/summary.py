@@ -108,9 +108,8 @@ ROWS = (
         peer="loader/0 workers/per_second/torch's DataLoader",
         ratio="loader/0 workers/ours_to/torch's DataLoader", peer_name="torch's DataLoader",
         why="it parses records, counts tokens and keeps the order, which the peer does not"),
-    *(Row(f"start to first update and exit, {name}", "starts", f"medians/train {key}/here/1", most=most, unit="s",
-          peer="medians/hand loop/here/1", ratio=f"ratios/train {key}", peer_name="a hand-written loop of one process",
-          why=_START)
+    *(_start(f"start to first update and exit, {name}", f"train {key}", most, peer="medians/hand loop/here/1",
+             ratio=f"ratios/train {key}", peer_name="a hand-written loop of one process", why=_START)
       for name, key, most in (("single", "single", 1.02), ("fsdp on 2", "fsdp@2", 1.2),
                               ("zero2 on 2", "zero2@2", 1.39))),
     Row("`checkpoints.py list`", "run_files", _CORES.format("list"), most=0.3, unit="s of CPU time",

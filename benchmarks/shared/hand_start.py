@@ -1,6 +1,8 @@
 """A hand-written loop of one update, as a process: transformers' Llama of two layers on the documents of ``starts.py``.
 
-python benchmarks/shared/hand_start.py TEXTS.jsonl OUT.pt
+In: the file of the texts. Out: the weights and the optimizer's state.
+
+    python benchmarks/shared/hand_start.py TEXTS.jsonl OUT.pt
 """
 
 from __future__ import annotations
