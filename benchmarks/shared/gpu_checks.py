@@ -367,7 +367,7 @@ def saving(check: Check) -> None:
     runner = run_with(config, [stalls], updates=every * (saves + 1) - 1)
     cycles = [stalls.seconds[number * every : (number + 1) * every] for number in range(2, saves + 1)]
     stall = statistics.median(map(sum, cycles))  # without the first save, which starts the process that writes
-    tensors = [tensor.detach() for _, tensor in runner.backend.trained_tensors()]
+    tensors = [tensor.detach() for tensor in runner.backend.trained_tensors()]
     size, times = sum(tensor.nbytes for tensor in tensors), []
     host = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not check.rehearse) for tensor in tensors]
     for _ in range(3):

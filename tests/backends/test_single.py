@@ -13,7 +13,7 @@ from unigen_ds.backends.single import SingleBackend
 from unigen_ds.checkpoint.layouts.safetensors import SafetensorsReader
 from unigen_ds.core.errors import CheckpointError, ConfigError
 from unigen_ds.core.progress import Geometry
-from unigen_ds.core.shards import EXP_AVG, shard_key
+from unigen_ds.core.shards import EXP_AVG, EXP_AVG_SQ, shard_key
 from unigen_ds.optim.optimizer import LossScale, OptimizerConfig, ParamGroup
 
 
@@ -130,6 +130,16 @@ def test_gradients_of_micro_batches_add_up(precision, rel, atol):
     assert norms[0] == pytest.approx(norms[1], rel=rel)
     for mine, theirs in zip(backend.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.allclose(mine, theirs, atol=atol)
+
+
+def test_each_kind_of_state_is_one_buffer():
+    """Which an asynchronous save copies in one piece, where the C library writes past the caches."""
+    backend = make()
+    train(backend, 0)
+    for kind in (EXP_AVG, EXP_AVG_SQ):
+        shards = backend.moments(kind)
+        assert len(shards) == 7 and len({shard.data.untyped_storage().data_ptr() for shard in shards}) == 1
+        assert {shard.data.data_ptr() % 64 for shard in shards} == {0}
 
 
 def test_an_absent_gradient_counts_as_zero():

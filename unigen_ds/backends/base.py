@@ -171,16 +171,11 @@ class Backend(abc.ABC):
         """
         return self.trainable_sizes().keys()
 
-    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Kind, name and this rank's part of all that the optimizer keeps by now. Not collective."""
-        yield from ()
-
-    def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's trained weights and optimizer tensors, by names for messages. Not collective."""
-        for shard in self.master_shards():
-            yield shard.name, shard.data
-        for kind, name, data in self.kept_tensors():
-            yield f"{kind} of {name}", data
+    def trained_tensors(self) -> list[Tensor]:
+        """This rank's trained weights and what the optimizer keeps by now, in as few pieces as there are in memory. Not
+        collective.
+        """
+        return self.master_data()
 
     @abc.abstractmethod
     def set_steps(self, steps: Mapping[str, float]) -> None:

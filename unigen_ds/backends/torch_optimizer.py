@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,9 @@ from unigen_ds.optim.optimizer import (
     initialize_state,
     step_count,
 )
+
+_ALIGNMENT = 64
+"""Elements: where each tensor of an optimizer's state begins in a buffer."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -91,12 +95,26 @@ class TorchOptimizerBackend(Backend):
         self._optimizer.zero_grad(set_to_none=True)
         if applied and not self._state_checked:
             check_state(self._optimizer)
+            self._join_state()
             self._state_checked = True
         if self._scale is None:
             return StepResult(grad_norm=norm, applied=applied)
         scale = self._scale.scale
         self._scale.record(applied=applied)
         return StepResult(norm, applied, loss_scale=scale, scale_fell=self._scale.scale < scale)
+
+    @torch.no_grad()
+    def _join_state(self) -> None:
+        """Make the tensors of each kind of state views of one buffer: an asynchronous save copies it in one piece."""
+        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+        for (kind, _), tensor in self._optimizer_tensors().items():
+            if (local := local_part(tensor)).ndim:
+                kinds[kind, local.dtype, local.device].append(local)
+        for tensors in kinds.values():
+            sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+            for tensor, part in zip(tensors, tensors[0].new_empty(sum(sizes)).split(sizes), strict=True):
+                view = part[: tensor.numel()].view(tensor.shape)
+                tensor.data = view.copy_(tensor)
 
     def _without_base(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
@@ -147,13 +165,9 @@ class TorchOptimizerBackend(Backend):
         if self._scale:
             self._scale.scale, self._scale.good_updates = scale, good_updates
 
-    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        for (kind, name), tensor in self._optimizer_tensors().items():
-            yield kind, name, local_part(tensor)
-
-    def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, local_part(self._masters[name])) for name in self._trainable)
-        yield from ((f"{kind} of {name}", data) for kind, name, data in self.kept_tensors())
+    def trained_tensors(self) -> list[Tensor]:
+        masters = [self._masters[name] for name in self._trainable]
+        return [local_part(tensor) for tensor in (*masters, *self._optimizer_tensors().values())]
 
     def _optimizer_tensors(self) -> dict[tuple[str, str], Tensor]:
         """(kind, name) -> tensor of everything the optimizer and the loss scale keep."""

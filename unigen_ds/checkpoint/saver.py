@@ -21,7 +21,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -73,7 +73,7 @@ _REMEDY = (
 class Background(Protocol):
     """Has another process write a save (``background.py``): ``copy`` once files are listed, then ``start``."""
 
-    def copy(self, attempt: Save, tensors: Sequence[tuple[str, Tensor]]) -> None: ...
+    def copy(self, attempt: Save, tensors: Sequence[Tensor]) -> None: ...
 
     def start(self, attempt: Save) -> None: ...
 
@@ -127,17 +127,15 @@ def save(
                 outputs += [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in paths]
         return dataclasses.replace(state, files=outputs)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield from backend.trained_tensors()
-        for folder, shards in hook_shards.items():
-            yield from ((f"{folder} of {shard.name}", shard.data) for shard in shards)
+    def tensors() -> list[Tensor]:
+        return backend.trained_tensors() + [shard.data for shards in hook_shards.values() for shard in shards]
 
     attempt = Save(work_dir, name, manifest, form)
     attempt.then = then
     try:
         attempt.collect(collect)
         if background is not None:
-            background.copy(attempt, list(tensors()))  # while rank 0 prepares the folder
+            background.copy(attempt, tensors())  # while rank 0 prepares the folder
         attempt.announce(before)
         if background is not None:
             background.start(attempt)
@@ -231,14 +229,13 @@ class Save:
 
         self.staging = self._agree(self._collect_outcome, prepare)
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]], *, direct: bool = False) -> None:
+    def write(self, tensors: Iterable[Tensor], *, direct: bool = False) -> None:
         """Write this rank's files (``write_output``), and look whether all ``tensors`` are finite. No collective:
         ``commit`` raises errors."""
 
-        def write_all() -> tuple[list[FileEntry], list[Any], list[str]]:
+        def write_all() -> tuple[list[FileEntry], list[Any], bool]:
             assert self.staging is not None
-            results = _write(self.staging, self._state.files, direct)
-            return *results, [name for name, data in tensors if not all_finite(data)]
+            return *_write(self.staging, self._state.files, direct), all(map(all_finite, tensors))
 
         self._write_outcome = _outcome(write_all)
 
@@ -281,7 +278,7 @@ class Save:
         remedy = next((one.remedy for one in failures if one.remedy), _REMEDY)
         return None, SaveError(f"could not write checkpoint {self.final}: {'; '.join(parts)}", remedy=remedy)
 
-    def complete(self, tensors: Iterable[tuple[str, Tensor]], wait: Callable[[], None]) -> Any:
+    def complete(self, tensors: Iterable[Tensor], wait: Callable[[], None]) -> Any:
         """``write`` and ``commit`` without collectives, in a process for each rank: what each has written is a file in
         the staging directory, where that of rank 0 finds it. ``wait`` is called between two looks, and may raise.
         Returns on rank 0 what ``commit`` returns, and the error. Raises the error of any other rank.
@@ -313,21 +310,20 @@ class Save:
         """Whether consolidated files are written beside those of the ranks."""
         return self.form != "sharded" and self._state.layout != _WHOLE_LAYOUT
 
-    def _publish(
-        self, parts: Sequence[tuple[list[FileEntry], list[Any], list[str]]]
-    ) -> tuple[Path, TrainingError | None]:
-        """``parts``: of each rank the entries of its files, what their ``write`` returned, and the names of what is not
-        finite. Returns the checkpoint, and the error that ends the run where something is not finite.
+    def _publish(self, parts: Sequence[tuple[list[FileEntry], list[Any], bool]]) -> tuple[Path, TrainingError | None]:
+        """``parts``: of each rank the entries of its files, what their ``write`` returned, and whether all is finite.
+        Returns the checkpoint, and the error that ends the run where something is not finite.
         """
-        staging, names = self.staging, list(dict.fromkeys(name for *_, bad in parts for name in bad))
+        staging, is_finite = self.staging, all(finite for *_, finite in parts)
         assert staging is not None
-        if names:
+        if not is_finite:
             self.final = free_name(self.work_dir / f"{store.NOT_FINITE}{self.final.name}")
         entries = [entry for of_rank, *_ in parts for entry in of_rank]
         if (index := self._state.index) is not None:
             entries += _write(staging, index([results for _, results, _ in parts]))[0]
         self.manifest.layout, self.manifest.files = self._state.layout, sorted(entries)
-        if self._consolidates and not names:
+        names = [] if is_finite else _not_finite(staging, self.manifest)
+        if self._consolidates and is_finite:
             _consolidate(staging, self.manifest, form=self.form)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
         try:
@@ -337,7 +333,7 @@ class Save:
                 self.staging = self.final
             raise
         self.staging = None
-        if not names:
+        if is_finite:
             try:
                 store.write_hint(self.work_dir, self.final)
             except OSError as error:  # it is committed; the hint is only for people and other tools
@@ -405,6 +401,19 @@ def states_text(states: Mapping[str, Any]) -> str:
                 remedy="convert them there (float(x), x.tolist()); large tensors belong into shards()",
             ) from error
     return json.dumps(states, indent=1)
+
+
+def _not_finite(staging: Path, manifest: Manifest) -> list[str]:
+    """The tensors of a staging folder that are not finite, but frozen ones and buffers, the weights first."""
+    trained = {parameter["name"] for parameter in manifest.parameters if parameter["trainable"]}
+    readers = open_reader(staging, manifest), *open_shards(staging, manifest).values()
+    tensors = [(kind, name, reader) for reader in readers for kind in reader.kinds() for name in reader.names(kind)]
+    return [
+        name if kind == MASTER else f"{kind} of {name}"
+        for kind, name, reader in sorted(tensors, key=lambda one: one[0] != MASTER)
+        if kind != BUFFER and (kind != MASTER or name in trained)
+        if not all(map(all_finite, reader.parts(kind, name, 0, reader.numel(kind, name))))
+    ]
 
 
 def _consolidate(staging: Path, manifest: Manifest, *, form: Form) -> None:

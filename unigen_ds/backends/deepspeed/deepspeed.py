@@ -357,17 +357,10 @@ class DeepSpeedBackend(Backend):
         state, flats = self._zero.optimizer.state, self._flats()
         return self._shards([state[flat].setdefault(kind, torch.zeros_like(flat)) for flat in flats])
 
-    def kept_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        states = [(flat, self._zero.optimizer.state[flat]) for flat in self._flats()]
-        kinds = {
-            kind
-            for flat, state in states
-            for kind, value in state.items()
-            if isinstance(value, Tensor) and value.shape == flat.shape
-        }
-        for kind in sorted(kinds):
-            for shard in self._shards([state.get(kind, flat) for flat, state in states]):
-                yield kind, shard.name, shard.data
+    def trained_tensors(self) -> list[Tensor]:
+        flats = self._flats()
+        state = [value for flat in flats for value in self._zero.optimizer.state[flat].values()]
+        return flats + [value for value in state if isinstance(value, Tensor)]
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         """One step count per flat buffer: parameters that share one must agree."""

@@ -318,13 +318,12 @@ class TensorTable:
         """
         from torch.distributed.tensor import DTensor
 
-        loads = [0] * (dist.world_size() // num_shard)
-        owners: dict[str, int] = {}
-        sharded = {key: value for key, value in state.items() if isinstance(value, DTensor)}
-        for key in sorted(sharded, key=lambda key: (-state[key].numel(), key)):
+        meshes = [range(rank, rank + num_shard) for rank in range(0, dist.world_size(), num_shard)]
+        owners = {key: 0 for key, value in state.items() if isinstance(value, DTensor)}
+        loads = [0] * len(meshes)
+        for key in sorted(owners, key=lambda key: (-state[key].numel(), key)) if len(meshes) > 1 else ():
             owners[key] = loads.index(min(loads))
             loads[owners[key]] += state[key].numel() * state[key].element_size()
-        meshes = [range(rank, rank + num_shard) for rank in range(0, dist.world_size(), num_shard)]
         ranks = {key: meshes[owners[key]] if key in owners else range(1) for key in state}
         tensors = {key: (value.shape, value.dtype, ranks[key]) for key, value in state.items()}
         writers = sorted(set().union(*set(ranks.values())))
@@ -398,4 +397,7 @@ def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> FileRepo
 def _alone(tensor: Tensor) -> Tensor:
     """The tensor on the host, with a storage of its own: ``torch.save`` writes whole storages, and strides."""
     tensor = tensor.cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    content = torch.from_numpy(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.new_empty(0).set_(content.untyped_storage(), 0, tensor.shape, tensor.stride())

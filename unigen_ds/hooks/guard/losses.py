@@ -82,8 +82,9 @@ class NanGuardHook(Hook):
     def after_train(self, run: Run) -> None:
         """The last save checks this; a run without one must not end as complete either."""
         if not any(isinstance(hook, CheckpointHook) for hook in run.hooks):
-            names = [name for name, data in run.backend.trained_tensors() if not all_finite(data)]
-            if dist.sum_floats([float(len(names))])[0]:
+            bad = not all(map(all_finite, run.backend.trained_tensors()))
+            if dist.sum_floats([float(bad)])[0]:
+                names = [shard.name for shard in run.backend.master_shards() if not all_finite(shard.data)]
                 raise TrainingError(
                     "training ends with weights that are not finite" + (f": {names[0]}" if names else ""),
                     remedy="lower the learning rate, or look at the data (tools/inspect_data.py)",
