@@ -272,10 +272,10 @@ class _Memory:
         this rank copies.
         """
         end = pickler.nbytes + content.nbytes
-        if end > self._bytes.nbytes:
+        if end > self._bytes.nbytes:  # with space for numbers that get longer: to map it anew takes longer than a copy
             self._pin(False)
-            os.ftruncate(self.file, end)
-            self._map = mmap.mmap(self.file, end)
+            os.ftruncate(self.file, end + _PIECE // 8)
+            self._map = mmap.mmap(self.file, 0)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
             self._pin(True)
         self._bytes[pickler.nbytes : end].copy_(torch.frombuffer(content, dtype=torch.uint8))
@@ -357,7 +357,7 @@ def serve(pipe: int, file: int, parent: int) -> None:
         except (EOFError, TypeError):  # the training has ended, or asked for the end while nothing was written
             return
         if memory is None or len(memory) < begin + size:
-            memory = mmap.mmap(file, begin + size)
+            memory = mmap.mmap(file, 0)
         deadline: list[float] = []
         unpickler = _Unpickler(memory[begin : begin + size], memory)
         attempt, tensors = unpickler.load(), unpickler.load()
