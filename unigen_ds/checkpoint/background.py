@@ -272,7 +272,7 @@ class _Memory:
         this rank copies.
         """
         end = pickler.nbytes + content.nbytes
-        if end > self._bytes.nbytes:  # with space for numbers that get longer: to map it anew takes longer than a copy
+        if end > self._bytes.nbytes:  # with space for numbers that get longer: to map it anew is slower than a copy
             self._pin(False)
             os.ftruncate(self.file, end + _PIECE // 8)
             self._map = mmap.mmap(self.file, 0)

@@ -34,14 +34,17 @@ class CapturedSave:
 
     @contextmanager
     def install(self, engine: Any) -> Iterator[None]:
-        engine.checkpoint_engine = self
+        from deepspeed import comm
+
+        engine.checkpoint_engine, barrier = self, comm.barrier
         unneeded = "_copy_recovery_script", "_checkpoint_tag_validation"  # files of rank 0; reductions
         for name in unneeded:
             setattr(engine, name, lambda _: None)
+        comm.barrier = lambda: None  # nothing is written that another rank could wait for
         try:
             yield
         finally:
-            engine.checkpoint_engine = self._original
+            engine.checkpoint_engine, comm.barrier = self._original, barrier
             for name in unneeded:
                 delattr(engine, name)
 
