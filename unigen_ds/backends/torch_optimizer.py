@@ -23,8 +23,8 @@ from unigen_ds.optim.optimizer import (
     step_count,
 )
 
-_ALIGNMENT = 64
-"""Elements: where each tensor of an optimizer's state begins in a buffer."""
+_ALIGNMENT = 16
+"""Elements, of fp32 64 bytes: where each tensor of an optimizer's state begins in a buffer."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
