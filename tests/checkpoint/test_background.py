@@ -28,7 +28,7 @@ def test_a_save_that_is_a_little_longer_fits_into_the_memory_of_the_last_one():
     pickler.dump(torch.zeros(3))
     maps = []
     for length in (100, 101, 10_000):
-        memory.fill(pickler, memoryview(bytes(length)))
+        memory.fill(pickler, memoryview(bytearray(length)))
         memory.wait()
         maps.append(memory._map)
     assert maps[0] is maps[1] is maps[2] is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from unigen_ds.backends.base import Backend, StepResult
-from unigen_ds.core.shards import LOSS_SCALE, STEP, Shard, persistent_buffers
+from unigen_ds.core.shards import LOSS_SCALE, STEP, Shard, copies_in_one_buffer, persistent_buffers
 from unigen_ds.optim.optimizer import (
     LossScale,
     ParamGroup,
@@ -22,9 +22,6 @@ from unigen_ds.optim.optimizer import (
     initialize_state,
     step_count,
 )
-
-_ALIGNMENT = 16
-"""Elements, of fp32 64 bytes: where each tensor of an optimizer's state begins in a buffer."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -111,10 +108,8 @@ class TorchOptimizerBackend(Backend):
             if (local := local_part(tensor)).ndim:
                 kinds[kind, local.dtype, local.device].append(local)
         for tensors in kinds.values():
-            sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-            for tensor, part in zip(tensors, tensors[0].new_empty(sum(sizes)).split(sizes), strict=True):
-                view = part[: tensor.numel()].view(tensor.shape)
-                tensor.data = view.copy_(tensor)
+            for tensor, copy in zip(tensors, copies_in_one_buffer(tensors), strict=True):
+                tensor.data = copy
 
     def _without_base(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in tensors.items() if name not in self.left_out}

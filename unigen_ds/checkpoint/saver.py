@@ -21,7 +21,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -33,7 +33,7 @@ from torch import Tensor
 from unigen_ds.backends.base import Backend
 from unigen_ds.checkpoint import store
 from unigen_ds.checkpoint.foreign import stored_dtype
-from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, rank_file
+from unigen_ds.checkpoint.layouts.safetensors import open_reader, open_shards, rank_file, tensor_readers
 from unigen_ds.checkpoint.manifest import FILE_NAME, FULL, FileEntry, Manifest
 from unigen_ds.core.errors import ConfigError, SaveError, TrainingError, UnigenError
 from unigen_ds.core.json_values import STAMP
@@ -127,15 +127,16 @@ def save(
                 outputs += [bytes_output(f"{TOKENIZER}/{path.name}", path.read_bytes()) for path in paths]
         return dataclasses.replace(state, files=outputs)
 
-    def tensors() -> list[Tensor]:
-        return backend.trained_tensors() + [shard.data for shards in hook_shards.values() for shard in shards]
+    def tensors() -> Iterator[Tensor]:
+        yield from backend.trained_tensors()
+        yield from (shard.data for shards in hook_shards.values() for shard in shards)
 
     attempt = Save(work_dir, name, manifest, form)
     attempt.then = then
     try:
         attempt.collect(collect)
         if background is not None:
-            background.copy(attempt, tensors())  # while rank 0 prepares the folder
+            background.copy(attempt, list(tensors()))  # while rank 0 prepares the folder
         attempt.announce(before)
         if background is not None:
             background.start(attempt)
@@ -322,7 +323,6 @@ class Save:
         if (index := self._state.index) is not None:
             entries += _write(staging, index([results for _, results, _ in parts]))[0]
         self.manifest.layout, self.manifest.files = self._state.layout, sorted(entries)
-        names = [] if is_finite else _not_finite(staging, self.manifest)
         if self._consolidates and is_finite:
             _consolidate(staging, self.manifest, form=self.form)
         _write(staging, [bytes_output(FILE_NAME, self.manifest.to_json().encode())])
@@ -345,6 +345,7 @@ class Save:
             if former != self.final and former.is_dir():
                 store.delete(former)
                 logger().info("Deleted %s: %s is the newest that is not finite.", former, self.final.name)
+        names = _not_finite(self.final, self.manifest)
         more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
         end = TrainingError(
             f"after update {self.manifest.progress.updates} the state is not finite (NaN or infinite):"
@@ -403,16 +404,14 @@ def states_text(states: Mapping[str, Any]) -> str:
     return json.dumps(states, indent=1)
 
 
-def _not_finite(staging: Path, manifest: Manifest) -> list[str]:
-    """The tensors of a staging folder that are not finite, but frozen ones and buffers, the weights first."""
+def _not_finite(directory: Path, manifest: Manifest) -> list[str]:
+    """The tensors of a checkpoint that are not finite, but frozen ones and buffers, the weights first."""
     trained = {parameter["name"] for parameter in manifest.parameters if parameter["trainable"]}
-    readers = open_reader(staging, manifest), *open_shards(staging, manifest).values()
-    tensors = [(kind, name, reader) for reader in readers for kind in reader.kinds() for name in reader.names(kind)]
+    readers = tensor_readers(directory, manifest)
     return [
         name if kind == MASTER else f"{kind} of {name}"
-        for kind, name, reader in sorted(tensors, key=lambda one: one[0] != MASTER)
-        if kind != BUFFER and (kind != MASTER or name in trained)
-        if not all(map(all_finite, reader.parts(kind, name, 0, reader.numel(kind, name))))
+        for kind, name in sorted(readers, key=lambda key: key[0] != MASTER)
+        if kind != BUFFER and (kind != MASTER or name in trained) and not all_finite(readers[kind, name]())
     ]
 
 

@@ -22,6 +22,8 @@ from unigen_ds.core.errors import CheckpointError
 Shape = tuple[int, ...]
 _T = TypeVar("_T")
 _MOST_NAMES = 8
+_ALIGNMENT = 16
+"""Elements, of fp32 64 bytes: where each tensor begins in a buffer."""
 
 MASTER, BUFFER, EMA, STEP, LOSS_SCALE = "master", "buffer", "ema", "step", "loss_scale"
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
@@ -62,6 +64,16 @@ def parse_shard_key(key: str) -> tuple[str, str, int]:
     """``(kind, name, flat_start)`` of a key made by ``shard_key``."""
     kind, name, start = key.split("|")
     return kind, name, int(start)
+
+
+def copies_in_one_buffer(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor (of one dtype, on one device), as views of one buffer, which an asynchronous save copies in
+    one piece.
+    """
+    sizes = [-(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    parts = tensors[0].new_empty(sum(sizes)).split(sizes) if tensors else ()
+    pairs = zip(tensors, parts, strict=True)
+    return [part[: tensor.numel()].view(tensor.shape).copy_(tensor) for tensor, part in pairs]
 
 
 Fetch = Callable[[int, int], Tensor]

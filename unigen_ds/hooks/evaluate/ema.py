@@ -14,7 +14,7 @@ from torch import Tensor
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.config.values import Choices, NotNegative
 from unigen_ds.core.errors import ConfigError
-from unigen_ds.core.shards import EMA, Shard, ShardReader, misfit, refuse_misfit
+from unigen_ds.core.shards import EMA, Shard, ShardReader, copies_in_one_buffer, misfit, refuse_misfit
 from unigen_ds.hooks.base import Hook, Run, UpdateResult
 from unigen_ds.system import dist
 from unigen_ds.system.log import logger
@@ -31,9 +31,7 @@ class ShardEMA:
     def __init__(self, shards: Sequence[Shard], *, momentum: float) -> None:
         self.momentum = momentum
         self.num_updates = 0
-        # views of one buffer: an asynchronous save copies it in one piece
-        sizes = [shard.data.numel() for shard in shards]
-        self._data = torch.cat([shard.data.detach() for shard in shards]).split(sizes) if shards else ()
+        self._data = copies_in_one_buffer([shard.data.detach() for shard in shards])
         self.shards = [replace(shard, data=data) for shard, data in zip(shards, self._data, strict=True)]
 
     @torch.no_grad()
