@@ -360,20 +360,20 @@ class DeepSpeedBackend(Backend):
     def trained_tensors(self) -> list[Tensor]:
         """Without the elements that fill up the flat buffers, which DeepSpeed leaves as the memory was."""
         tensors: list[Tensor] = []
-        for flat, ranges in zip(self._flats(), self._filled_ranges(), strict=True):
+        for flat, ranges in zip(self._flats(), self._parameter_ranges(), strict=True):
             for tensor in (flat, *self._zero.optimizer.state[flat].values()):
                 if isinstance(tensor, Tensor):
                     tensors += [tensor[begin:end] for begin, end in ranges] if tensor.ndim else [tensor]
         return tensors
 
-    def _filled_ranges(self) -> list[list[tuple[int, int]]]:
+    def _parameter_ranges(self) -> list[list[tuple[int, int]]]:
         """Of each flat buffer the pieces that parameters fill, adjacent ones as one: first element, last + 1."""
-        filled: list[list[tuple[int, int]]] = [[] for _ in self._flats()]
+        ranges_of: list[list[tuple[int, int]]] = [[] for _ in self._flats()]
         for flat, offset, numel in sorted((flat, offset, numel) for _, flat, offset, _, numel in self._fragments()):
-            ranges = filled[flat]
+            ranges = ranges_of[flat]
             begin = ranges.pop()[0] if ranges and ranges[-1][1] == offset else offset
             ranges.append((begin, offset + numel))
-        return filled
+        return ranges_of
 
     def set_steps(self, steps: Mapping[str, float]) -> None:
         """One step count per flat buffer: parameters that share one must agree."""
