@@ -207,28 +207,28 @@ class Bench:
             for name, value in values.items():
                 times.setdefault(name, []).append(value)
 
-        def copy() -> None:
-            self.update()  # as before a save
-            keep(copy=self.seconds(self.copy))
+        def updates() -> float:
+            return self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
+
+        def beside(prefix: str, begin: Callable[[], Any], has_ended: Callable[[], bool]) -> None:
+            """The time of an update is that of some before and some after: a machine's speed changes."""
+            before = updates()
+            wait, total, number = self.asynchronous(begin, has_ended)
+            update = (before + updates()) / 2
+            values = {"update": update, "wait": wait, "added": total - number * update, "until": total}
+            keep(**{prefix + name: value for name, value in values.items()})
 
         def ours() -> None:
-            update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
-            has_ended = lambda: self.writer.finish() is not None  # noqa: E731
-            wait, total, updates = self.asynchronous(lambda: self.save(self.writer), has_ended)
-            keep(update=update, wait=wait, added=total - updates * update, until=total)
-
-        def theirs() -> None:
-            update = self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
-            wait, total, updates = self.asynchronous(*self.of_dcp())
-            keep(dcp_wait=wait, dcp_added=total - updates * update)
+            self.update()
+            keep(copy=self.seconds(self.copy))  # just before: paired with the wait
+            beside("", lambda: self.save(self.writer), lambda: self.writer.finish() is not None)
 
         turns = [
             lambda: keep(plain=self.seconds(self.plain)),
             lambda: keep(blocking=self.seconds(self.save)),
-            copy,
             ours,
         ]
-        turns += [theirs] * hasattr(self.backend, "_masters")
+        turns += [lambda: beside("dcp_", *self.of_dcp())] * hasattr(self.backend, "_masters")
         for number in range(rounds + 1):  # the first is a rehearsal: the writer starts, memory is touched
             for turn in turns if number % 2 else reversed(turns):
                 self.clear()

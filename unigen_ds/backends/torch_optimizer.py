@@ -105,8 +105,8 @@ class TorchOptimizerBackend(Backend):
         """Make the tensors of each kind of state views of one buffer: an asynchronous save copies it in one piece."""
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for (kind, _), tensor in self._optimizer_tensors().items():
-            if (local := local_part(tensor)).ndim:
-                kinds[kind, local.dtype, local.device].append(local)
+            local = local_part(tensor)
+            kinds[kind, local.dtype, local.device].append(local)
         for tensors in kinds.values():
             for tensor, copy in zip(tensors, copies_in_one_buffer(tensors), strict=True):
                 tensor.data = copy

@@ -208,19 +208,15 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: dict[tuple[int, int], tuple[int, torch.UntypedStorage]] = {}
         self.nbytes = 0
-        self._ids: set[int] = set()
         # called for tensors alone: ``reducer_override`` would be called for every object, ``persistent_id`` for values
         self.dispatch_table = copyreg.dispatch_table | {Tensor: self._reduce, Parameter: self._reduce}
 
     def has(self, tensor: Tensor) -> bool:
         """Whether its memory is in what was pickled."""
-        if id(tensor) in self._ids:  # the pickle keeps it, and its second mention is short
-            return True
         storage = tensor.untyped_storage()
         return (storage.data_ptr(), storage.nbytes()) in self.storages
 
     def _reduce(self, tensor: Tensor) -> Any:
-        self._ids.add(id(tensor))
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes()
         if key not in self.storages:

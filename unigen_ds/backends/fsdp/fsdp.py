@@ -235,7 +235,6 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def state_files(self) -> StateFiles:
         """PyTorch's distributed checkpoint. Keys are ``kind|name`` (``core/shards.py``); DCP knows the offsets."""
-        self.refresh_copies()
         masters, buffers = self._without_base(self._masters), self._without_base(self.buffers())
         state: dict[str, Tensor] = {f"{MASTER}|{name}": p for name, p in masters.items()}
         state |= {f"{BUFFER}|{name}": b for name, b in buffers.items()}
