@@ -25,6 +25,7 @@ from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import ConfigError, TrainingError
 from unigen_ds.core.progress import Geometry
+from unigen_ds.core.shards import first_names
 from unigen_ds.data.batches.statistics import derive
 from unigen_ds.hooks.base import Hook
 from unigen_ds.runner import Runner
@@ -58,14 +59,17 @@ custom_hooks = [{SPIKE!r}, dict(type="EMAHook", momentum=0.1)]
     (folder / "config.py").write_text(body, encoding="utf-8")
     for spoiled in (False, True):
         if spoiled:
-            settings = Settings.from_config(load_config(folder / "config.py"))
-            stream = build_data(settings, geometry=Geometry(2), ruler=None).stream
-            for name, number, _ in (sample.split(":") for row in derive(stream, *poison) for sample in row):
+            for name, number, _ in (sample.split(":") for sample in samples_of(folder / "config.py", poison)):
                 text = " ".join(rng.choice(WORDS) for _ in range(sources[name]))
                 records[name][int(number)] = {"text": text}
         for name in sources:
             write_jsonl(folder / f"{name}.jsonl", records[name])
     return folder / "config.py"
+
+
+def samples_of(config: Path, sequences: tuple[int, int] = POISON) -> list[str]:
+    stream = build_data(Settings.from_config(load_config(config)), geometry=Geometry(2), ruler=None).stream
+    return [sample for row in derive(stream, *sequences) for sample in row]
 
 
 def values(folder: Path) -> list[tuple[float, ...]]:
@@ -83,7 +87,8 @@ def test_a_run_that_goes_back_is_the_run_that_skips_by_hand(tmp_path: Path, engi
     processes = ranks(command, world_size=world)
     assert [one.status for one in processes] == [0] * world, processes[0].ending
     log = (run / "train.log").read_text()
-    assert log.count("Spike: a loss spike in update 33 (sequences 64:66): the loss is ") == 1, log
+    samples = first_names(samples_of(path))
+    assert log.count(f"Spike: a loss spike in update 33 (sequences 64:66, samples {samples}): the loss is ") == 1, log
     assert "iter_30.pth and leaves out sequences 64:66, 2 in all (rollback 1 of 3)" in log
     processes = ranks(
         [*command, "--work-dir", str(hand), "--resume", str(run / "iter_30.pth"), "--skip-sequences", "64:66"],

@@ -18,6 +18,7 @@ from unigen_ds.checkpoint import store
 from unigen_ds.config.registry import HOOKS, checked
 from unigen_ds.core.errors import TrainingError
 from unigen_ds.core.progress import Skip
+from unigen_ds.core.shards import first_names
 from unigen_ds.hooks.base import GoBack, Hook, Run, UpdateResult
 from unigen_ds.hooks.log.logger import losses_of_updates
 from unigen_ds.system import dist
@@ -117,7 +118,8 @@ class SpikeHook(Hook):
         stop = max(last.sequences[1], start + self.skip_updates * run.geometry.global_batch_size)
         updates = f"update {update}" if update == last_update else f"updates {update} to {last_update}"
         skip = Skip(start, stop, f"{WHY} at update {update}: {text}")
-        problem = f"a loss spike in {updates} (sequences {start}:{last.sequences[1]}): {text}"
+        samples = first_names([name for _, result in spike for name in result.sample_ids])
+        problem = f"a loss spike in {updates} (sequences {start}:{last.sequences[1]}, samples {samples}): {text}"
         look = f"`python tools/replay.py {run.work_dir} --update {update}` shows the data"
         if count >= self.max_rollbacks:
             raise TrainingError(

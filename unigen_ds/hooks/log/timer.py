@@ -191,7 +191,7 @@ class IterTimerHook(Hook):
             if name not in self._warnings and not low <= share <= high:
                 self._warnings.add(name)
                 bound = f"at most {high:.0%}" if share > high else f"at least {low:.0%}"
-                logger().warning("%.0f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
+                logger().warning("%.1f %% of the time is %s; expected is %s: %s", 100 * share, name, bound, advice)
 
 
 class ProfileHook(Hook):
