@@ -11,7 +11,7 @@ import gc
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ from unigen_ds.backends.deepspeed.deepspeed_config import (
     offloads,
     stage_of,
 )
-from unigen_ds.backends.deepspeed.deepspeed_files import SAVE_FOLDER, CapturedSave
+from unigen_ds.backends.deepspeed.deepspeed_files import SAVE_FOLDER, CapturedSave, gathered_parameters_released
 from unigen_ds.backends.memory import allocate, blocks_freed_at_once, on_meta
 from unigen_ds.config.registry import BACKENDS
 from unigen_ds.core.batch import LossTerms
@@ -412,30 +412,10 @@ class DeepSpeedBackend(Backend):
     def state_files(self) -> StateFiles:
         """DeepSpeed's own files but its scripts, listed by ``CapturedSave``: its ``save_checkpoint`` has barriers."""
         capture = CapturedSave(self._engine.checkpoint_engine, left_out=self.left_out, stamp=self.stamp)
-        with self._whole_parameters(), capture.install(self._engine):
+        released = gathered_parameters_released(self._zero) if self.stage == 3 else nullcontext()
+        with released, capture.install(self._engine):
             self._engine.save_checkpoint(SAVE_FOLDER, tag=".", save_latest=False)
         return StateFiles("deepspeed", capture.outputs)
-
-    @contextmanager
-    def _whole_parameters(self) -> Iterator[None]:
-        """Inside, small parameters of ZeRO-3 (``persistent``) are released, and not gathered again: they have not
-        changed, so afterwards they are what they were."""
-        if self.stage != 3:
-            yield
-            return
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        parameters = self._zero.persistent_parameters
-        whole = [(p, p.data, p.ds_status) for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
-        for parameter, data, _ in whole:
-            parameter.data, parameter.ds_status = data.new_empty(0), ZeroParamStatus.NOT_AVAILABLE
-        self._zero.persistent_parameters = []
-        try:
-            yield
-        finally:
-            self._zero.persistent_parameters = parameters
-            for parameter, data, status in whole:
-                parameter.data, parameter.ds_status = data, status
 
     def close(self) -> None:
         if self._engine is None:

@@ -71,3 +71,23 @@ class CapturedSave:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+@contextmanager
+def gathered_parameters_released(zero: Any) -> Iterator[None]:
+    """Inside, small parameters of the ZeRO-3 optimizer ``zero`` (``persistent``) are released, and not gathered again:
+    they have not changed, so afterwards they are what they were.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    parameters = zero.persistent_parameters
+    whole = [(p, p.data, p.ds_status) for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+    for parameter, data, _ in whole:
+        parameter.data, parameter.ds_status = data.new_empty(0), ZeroParamStatus.NOT_AVAILABLE
+    zero.persistent_parameters = []
+    try:
+        yield
+    finally:
+        zero.persistent_parameters = parameters
+        for parameter, data, status in whole:
+            parameter.data, parameter.ds_status = data, status
