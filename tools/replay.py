@@ -45,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     check_device(arguments.device)
     allow = {"allow_custom_imports": arguments.allow_custom_imports}
     update = replay(arguments.work_dir, update=arguments.update, sequences=arguments.sequences or (0, 0), **allow)
-    checkpoint, samples = arguments.checkpoint or update.checkpoint, []
-    if checkpoint is None:
+    if (checkpoint := arguments.checkpoint or update.checkpoint) is None:
         print("No checkpoint is from before these sequences: no losses are computed.", file=sys.stderr)
+        samples = update.samples()
     else:
         samples = update.losses(checkpoint, device=arguments.device, **allow)
     report = {**update.facts, "checkpoint": None if checkpoint is None else str(checkpoint), "samples": samples}
@@ -60,11 +60,13 @@ def main(argv: list[str] | None = None) -> int:
           + ", as the ledger has it" * (arguments.update is not None))  # fmt: skip
     for first, stop, why in report["left_out"]:
         print(f"  between them sequences {first}:{stop} were left out: {why}")
-    if samples:
+    if checkpoint is not None:
         print(f"Losses of each sample alone with the weights of {checkpoint}, in fp32 without dropout:")
     for one in sorted(samples, key=lambda one: -(one["loss"] or 0.0)):
-        numbers = "no target" if one["loss"] is None else f"loss {one['loss']:.4g}  grad_norm {one['grad_norm']:.4g}"
-        print(f"  {numbers}  sequence {one['sequence']}  {one['sample']}")
+        numbers = "" if checkpoint is None else "no target  "
+        if one["loss"] is not None:
+            numbers = f"loss {one['loss']:.4g}  grad_norm {one['grad_norm']:.4g}  "
+        print(f"  {numbers}sequence {one['sequence']}  {one['sample']}")
     print(report.get("html", "--html OUT.html shows the texts and pictures."))
     return 0
 

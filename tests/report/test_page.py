@@ -19,6 +19,8 @@ from PIL import Image
 from tests.support.processes import ENVIRONMENT, ROOT, run
 from tests.tiny import tiny_config
 from tools.report import main
+from unigen_ds.checkpoint.store import Lineage
+from unigen_ds.core.progress import Skip
 from unigen_ds.evaluation.provenance import REQUIRED_KEYS, Result, write_results
 from unigen_ds.report.charts import MOST_POINTS, moving_average, reduce_points
 from unigen_ds.report.goodput import PARTS, spent_by_start
@@ -297,8 +299,10 @@ def test_samples_that_were_skipped(runs: Runs, tmp_path: Path) -> None:
     (folder / "skipped_samples.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in [*lines, {"event": "resume", "updates": 3}, lines[3]])
     )
+    Lineage(skips=(Skip(64, 66, "spike at <update> 33"),)).write(folder)
     page = report(folder)
-    (reasons,) = page.tables["skipped"]
+    left_out, reasons = page.tables["skipped"]
+    assert left_out[1:] == [["64:66", "spike at <update> 33"]]
     assert {row[0]: row[1] for row in reasons[1:]} == {"truncated": "2", "no such file": "2"}
     assert "4 samples could not be decoded" in page.texts["skipped"]
 

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from unigen_ds.checkpoint.home import is_locked
 from unigen_ds.checkpoint.store import Candidate
+from unigen_ds.core.progress import Skip, merged_skips
 from unigen_ds.report.charts import NO_POINTS, Mark, Points, Series, chart
 from unigen_ds.report.document import (
     TableCell,
@@ -105,6 +106,11 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         config_text = json.dumps(run.config, indent=1, default=str)
     main, more = curves(run) if run.updates else ([], [])
     lines = [*run.updates[: -1 : max(1, len(run.updates) // 20)], *run.updates[-1:]]
+    usable = [
+        one for one in run.checkpoints
+        if not one.problem and one.manifest and one.manifest.commit not in run.lineage.abandoned
+    ]  # fmt: skip
+    skips = [Skip(*skip) for one in usable[-1:] if one.manifest for skip in one.manifest.loader.get("skips", ())]
     columns = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
     return {
         "run": run,
@@ -119,8 +125,9 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "validation": _validation(run),
         "pictures": pictures,
         "picture_note": picture_note,
-        "checkpoints": [_checkpoint(run, entry) for entry in run.checkpoints],
+        "checkpoints": [_checkpoint(run, entry, is_newest=entry in usable[-1:]) for entry in run.checkpoints],
         "resumes": _resumes(run),
+        "left_out": [(str(skip), skip.why) for skip in merged_skips([*skips, *run.lineage.skips])],
         "skipped": Counter(str(line.get("why", "–")) for line in run.skips).most_common(),
         "environment": _environment(run),
         "config": sorted((key, value_text(value)) for key, value in config.items()),
@@ -297,17 +304,14 @@ def _validation(run: WorkDir) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _checkpoint(run: WorkDir, entry: Candidate) -> tuple[Any, ...]:
-    manifest, void = entry.manifest, run.lineage.abandoned
-    usable = [
-        one.path for one in run.checkpoints if not one.problem and one.manifest and one.manifest.commit not in void
-    ]
+def _checkpoint(run: WorkDir, entry: Candidate, *, is_newest: bool) -> tuple[Any, ...]:
+    manifest = entry.manifest
     chips: list[tuple[str, ...]] = []
     if entry.problem is not None:
         chips.append(("damaged", "bad", entry.problem))
-    elif manifest is not None and manifest.commit in void:
+    elif manifest is not None and manifest.commit in run.lineage.abandoned:
         chips.append(("abandoned", "warn"))
-    elif usable[-1:] == [entry.path]:
+    elif is_newest:
         chips.append(("newest", ""))
     if entry.path.name == run.best:
         chips.append(("★ best", "good"))

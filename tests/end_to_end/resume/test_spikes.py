@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -20,7 +21,7 @@ from tests.end_to_end.engines.launch import tensors, unequal
 from tests.support.needs import slow
 from tests.support.processes import ranks
 from tests.text_run import CONFIG, WORDS, run_config, words
-from tools import inspect_data, replay
+from tools import inspect_data, replay, report
 from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.checkpoint.store import Lineage
 from unigen_ds.core.errors import ConfigError, TrainingError
@@ -143,6 +144,9 @@ def test_a_skip_is_kept_by_every_later_start_and_a_wrong_one_is_refused(tmp_path
     assert left_out == {33: ([64, 70], [[64, 68]])}
     assert lines[-1]["sequences"] == [88, 90], "the next update would end at sequence 97, after the end at 96"
     assert Runner.from_cfg(load_config(path, overlapping)).skips == runner.skips, "the same command once more"
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert re.findall(r">(\d+:\d+)<", page.partition('id="skipped"')[2]) == ["64:68", "90:95"]
 
 
 class StopHook(Hook):
@@ -199,6 +203,10 @@ def test_an_update_is_built_again_and_shown(tmp_path: Path, capsys: Any) -> None
         assert replay.main([str(run), *what, "--json"]) == 0
         means.append(statistics.mean(one["loss"] for one in json.loads(capsys.readouterr().out)["samples"]))
     assert means[0] > 2 * means[1], means
+    assert replay.main([str(run), "--sequences", "1:2"]) == 0, "before the first checkpoint: the samples alone"
+    printed = capsys.readouterr()
+    shown = [line.split() for line in printed.out.splitlines() if line.startswith("  ")]
+    assert shown == [["sequence", "1", sample] for sample in samples_of(path, (1, 2))] and "no losses" in printed.err
     assert replay.main([str(run), "--update", "77"]) == 1
     assert "Allowed: updates 1 to 47" in capsys.readouterr().err
     text = (run / "ledger.jsonl").read_text()

@@ -43,32 +43,38 @@ class Replay:
     """The nearest at or before the update; None: there is none."""
     facts: Mapping[str, Any]
 
+    def samples(self) -> list[dict[str, Any]]:
+        """A row for each sample: sequence and id, without a loss."""
+        names = self.data.stream.names
+        return [
+            {"sequence": one.cursor.sequences - 1, "sample": draw.sample_id(names), "loss": None}
+            for one in self.batches for draw in one.rows[0]
+        ]  # fmt: skip
+
     def losses(self, checkpoint: Path, *, device: str, allow_custom_imports: bool = False) -> list[dict[str, Any]]:
-        """A row for each sample: sequence, id, mean of each loss term, ``loss`` (None: no target) and ``grad_norm``."""
+        """``samples`` with the mean of each loss term, ``loss`` (None: no target) and ``grad_norm``."""
         model, _ = open_model(checkpoint, raw=True, allow_custom_imports=allow_custom_imports)
         connect(model.to(device).eval(), self.data.processor)
-        stream, weights, samples = self.data.stream, self.settings.term_weights, list[dict[str, Any]]()
-        for one in self.batches:
-            for draw in one.rows[0]:
-                length = stream.sample_length
-                batch = collate([(draw,)], stream.sources, self.data.processor, seq_length=length, names=stream.names)
-                model.zero_grad()
-                counts, terms = batch.target_counts(), model(batch.to(device))
-                means = {name: value.item() / counts[name] for name, value in terms.sums.items() if counts[name]}
-                sample = {"sequence": one.cursor.sequences - 1, "sample": batch.sample_ids[0], "loss": None}
-                if means:
-                    loss = terms.weighted_sum(weights, counts)
-                    loss.backward()
-                    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                    sample |= {"loss": loss.item(), "grad_norm": float(torch.nn.utils.get_total_norm(gradients))}
-                samples.append({**sample, "terms": means})
+        stream, weights, samples = self.data.stream, self.settings.term_weights, self.samples()
+        draws = [draw for one in self.batches for draw in one.rows[0]]
+        for sample, draw in zip(samples, draws, strict=True):
+            length = stream.sample_length
+            batch = collate([(draw,)], stream.sources, self.data.processor, seq_length=length, names=stream.names)
+            model.zero_grad()
+            counts, terms = batch.target_counts(), model(batch.to(device))
+            sample["terms"] = {name: value.item() / counts[name] for name, value in terms.sums.items() if counts[name]}
+            if sample["terms"]:
+                loss = terms.weighted_sum(weights, counts)
+                loss.backward()
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                sample |= {"loss": loss.item(), "grad_norm": float(torch.nn.utils.get_total_norm(gradients))}
         return samples
 
     def write_page(self, out: Path, samples: Sequence[Mapping[str, Any]]) -> Path:
         """The page of ``tools/inspect_data.py --html`` with these sequences, and the losses of their samples."""
         by_loss = sorted(samples, key=lambda one: -(one["loss"] or 0.0))
         first = [*dict.fromkeys(one["sequence"] for one in by_loss)][:MOST_SEQUENCES]
-        batches = [one for one in self.batches if not samples or one.cursor.sequences - 1 in first][:MOST_SEQUENCES]
+        batches = [one for one in self.batches if one.cursor.sequences - 1 in first]
         texts = {
             one["sample"]: f"loss {one['loss']:.4g}, gradient norm {one['grad_norm']:.4g}"
             for one in samples
