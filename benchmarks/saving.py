@@ -113,7 +113,7 @@ class Bench:
         self.tensors = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
         """All that is saved, as bytes."""
         self.size = sum(tensor.nbytes for tensor in self.tensors)
-        self.memory = torch.zeros(self.size, dtype=torch.uint8)
+        self.copies = [torch.zeros_like(tensor) for tensor in self.tensors]
 
     def update(self) -> None:
         with self.backend.accumulate(last=True):
@@ -156,10 +156,8 @@ class Bench:
         os.close(descriptor)
 
     def copy(self) -> None:
-        begin = 0
-        for tensor in self.tensors:
-            self.memory[begin : begin + tensor.nbytes].copy_(tensor)
-            begin += tensor.nbytes
+        for copy, tensor in zip(self.copies, self.tensors, strict=True):
+            copy.copy_(tensor)
 
     def asynchronous(self, begin: Callable[[], Any], has_ended: Callable[[], bool]) -> tuple[float, float, int]:
         """Seconds that training waits, all seconds until it has ended, and updates meanwhile."""

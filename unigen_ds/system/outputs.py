@@ -130,7 +130,7 @@ class HashedFile:
         return view.nbytes
 
     def flush(self) -> None:
-        self._file.flush()
+        """Nothing: ``torch.save`` asks after each archive, and what is written past the page cache are whole blocks."""
 
     def tell(self) -> int:
         return self._size
