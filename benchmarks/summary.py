@@ -56,13 +56,14 @@ def _start(title: str, key: str, most: float, **texts: str) -> Row:
 
 
 _START = (
-    "ours also checks the config, indexes the data and saves durably, in 0.4 s with its own modules; two processes share"
-    " the two cores here, after `torchrun` has imported torch"
+    "ours also checks the config, indexes the data and saves durably, in 0.4 s with its own modules; two processes"
+    " share the two cores here, after `torchrun` has imported torch"
 )
-_IMPORTS = "the imports of torch and transformers, which a model or its tokenizer needs, alone are 2.8-4.1 s here"
+_IMPORTS = "to import torch and transformers, which a model or its tokenizer needs, takes 2.0 s (to generate 4.3) here"
 _ASYNC = (
-    "listing and pickling up to 1,300 tensors is 20 ms of Python beside a copy of 120 to 140 ms, and two trainings and"
-    " their two writers share two cores here; DCP's `async_save` waits 3 to 5 times, and adds 6 to 21 times, as long"
+    "listing and pickling 1,000 tensors is 12-20 ms of Python beside a copy of 140 ms, and two trainings share two"
+    " cores here with writers that need 0.6 s each, 0.25 of them for torch's CRC32; DCP's `async_save` waits 3 to 5"
+    " times, and adds 7 times, as long"
 )
 _CORES = "cpu_seconds/{}"
 ROWS = (
@@ -71,8 +72,8 @@ ROWS = (
     _many_ranks("FSDP save at 1,024 ranks: what rank 0 does alone", "commit_s", 2, "s"),
     _many_ranks("load at 1,024 ranks", "load_s", 5, "s"),
     _many_ranks("list of 1,000 checkpoints", "list_cpu_s", 1, "s of CPU time",
-                why="the digests of the manifests (500 parameters, 94 KB each) are 0.9 of 2.4 s, their JSON and its checks"
-                    " 0.6; a cache of the list would be a second truth"),
+                why="the digests of the manifests (500 parameters, 94 KB each) are 0.9 of 2.4 s, their JSON and its"
+                    " checks 0.6; a cache of the list would be a second truth"),
     Row("metrics of 100 resumes, the lines in effect", "run_files", _CORES.format("read_lines"), most=1.4, unit="s",
         peer=_CORES.format("json.loads"), ratio="ratio/read_lines", peer_name="json.loads"),
     Row("metrics of 100 resumes, the report", "run_files", _CORES.format("report"), most=2.9, unit="s",
