@@ -59,7 +59,7 @@ _START = (
     "ours also checks the config, indexes the data and saves durably, in 0.4 s with its own modules; two processes"
     " share the two cores here, after `torchrun` has imported torch"
 )
-_IMPORTS = "to import torch and transformers, which a model or its tokenizer needs, takes 2.0 s (to generate 4.3) here"
+_IMPORTS = "the import of torch and transformers, which a model or its tokenizer needs, is 2.0 s (to generate 4.3) here"
 _ASYNC = (
     "listing and pickling 1,000 tensors is 12-20 ms of Python beside a copy of 140 ms, and two trainings share two"
     " cores here with writers that need 0.6 s each, 0.25 of them for torch's CRC32; DCP's `async_save` waits 3 to 5"

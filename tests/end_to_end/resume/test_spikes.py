@@ -145,8 +145,7 @@ def test_a_skip_is_kept_by_every_later_start_and_a_wrong_one_is_refused(tmp_path
     assert lines[-1]["sequences"] == [88, 90], "the next update would end at sequence 97, after the end at 96"
     assert Runner.from_cfg(load_config(path, overlapping)).skips == runner.skips, "the same command once more"
     assert report.main([str(run)]) == 0
-    page = (run / "report.html").read_text()
-    assert re.findall(r">(\d+:\d+)<", page.partition('id="skipped"')[2]) == ["64:68", "90:95"]
+    assert re.findall(r">(\d+:\d+)<", (run / "report.html").read_text()) == ["64:68", "90:95"]
 
 
 class StopHook(Hook):
@@ -204,9 +203,8 @@ def test_an_update_is_built_again_and_shown(tmp_path: Path, capsys: Any) -> None
         means.append(statistics.mean(one["loss"] for one in json.loads(capsys.readouterr().out)["samples"]))
     assert means[0] > 2 * means[1], means
     assert replay.main([str(run), "--sequences", "1:2"]) == 0, "before the first checkpoint: the samples alone"
-    printed = capsys.readouterr()
-    shown = [line.split() for line in printed.out.splitlines() if line.startswith("  ")]
-    assert shown == [["sequence", "1", sample] for sample in samples_of(path, (1, 2))] and "no losses" in printed.err
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("  ")]
+    assert lines == [f"  sequence 1  {sample}" for sample in samples_of(path, (1, 2))]
     assert replay.main([str(run), "--update", "77"]) == 1
     assert "Allowed: updates 1 to 47" in capsys.readouterr().err
     text = (run / "ledger.jsonl").read_text()
