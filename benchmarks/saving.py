@@ -200,8 +200,8 @@ class Bench:
         dist.barrier()
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Each turn comes after updates, as a save does: just after another one the page cache still has its memory,
-        and a write is up to three times as fast.
+        """Each turn comes after updates, as a save does in a training. What was written before it still counts:
+        blocking saves alternate by up to 1.5 times. Of an even number of rounds, half have the other order.
         """
         times: dict[str, list[float]] = {}
 

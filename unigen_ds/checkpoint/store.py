@@ -84,9 +84,9 @@ def _look_at(path: Path) -> Candidate:
         return Candidate(path, None, str(error))
 
 
-def current(listing: Sequence[Candidate]) -> list[Candidate]:
-    """The complete ones of a listing that no resume has abandoned, oldest first."""
-    void = Lineage.read(listing[0].path.parent).abandoned if listing else ()
+def current(listing: Sequence[Candidate], lineage: Lineage | None = None) -> list[Candidate]:
+    """The complete ones of a listing that no resume has abandoned, oldest first. ``lineage``: the stored one."""
+    void = (lineage or Lineage.read(listing[0].path.parent)).abandoned if listing else ()
     return [one for one in listing if one.problem is None and one.manifest and one.manifest.commit not in void]
 
 

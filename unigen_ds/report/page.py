@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from unigen_ds.checkpoint.home import is_locked
-from unigen_ds.checkpoint.store import Candidate
+from unigen_ds.checkpoint.store import Candidate, current
 from unigen_ds.core.progress import Skip, merged_skips
 from unigen_ds.report.charts import NO_POINTS, Mark, Points, Series, chart
 from unigen_ds.report.document import (
@@ -106,11 +106,8 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         config_text = json.dumps(run.config, indent=1, default=str)
     main, more = curves(run) if run.updates else ([], [])
     lines = [*run.updates[: -1 : max(1, len(run.updates) // 20)], *run.updates[-1:]]
-    usable = [
-        one for one in run.checkpoints
-        if not one.problem and one.manifest and one.manifest.commit not in run.lineage.abandoned
-    ]  # fmt: skip
-    skips = [Skip(*skip) for one in usable[-1:] if one.manifest for skip in one.manifest.loader.get("skips", ())]
+    newest = current(run.checkpoints, run.lineage)[-1:]
+    skips = [Skip(*skip) for one in newest if one.manifest for skip in one.manifest.loader.get("skips", ())]
     columns = ("update", "epoch", "sequences", "loss", "lr", "grad_norm", "tokens_per_second")
     return {
         "run": run,
@@ -125,7 +122,7 @@ def view_of(run: WorkDir, *, budget: int) -> dict[str, Any]:
         "validation": _validation(run),
         "pictures": pictures,
         "picture_note": picture_note,
-        "checkpoints": [_checkpoint(run, entry, is_newest=entry in usable[-1:]) for entry in run.checkpoints],
+        "checkpoints": [_checkpoint(run, entry, is_newest=entry in newest) for entry in run.checkpoints],
         "resumes": _resumes(run),
         "left_out": [(str(skip), skip.why) for skip in merged_skips([*skips, *run.lineage.skips])],
         "skipped": Counter(str(line.get("why", "–")) for line in run.skips).most_common(),
