@@ -213,16 +213,19 @@ class Bench:
             return self.seconds(lambda: [self.update() for _ in range(UPDATES)]) / UPDATES
 
         def beside(prefix: str, begin: Callable[[], Any], has_ended: Callable[[], bool]) -> None:
-            """The time of an update is that of some before and some after: a machine's speed changes."""
+            """The time of an update is that of some before and some after, as is that of a copy: a machine's speed
+            changes.
+            """
             wait, total, number = self.asynchronous(begin, has_ended)
             update = (before[-1] + updates()) / 2
             values = {"update": update, "wait": wait, "added": total - number * update, "until": total}
             keep(**{prefix + name: value for name, value in values.items()})
 
         def ours() -> None:
-            keep(copy=self.seconds(self.copy))  # just before: paired with the wait
+            copies = [self.seconds(self.copy)]
             self.update()
             beside("", lambda: self.save(self.writer), lambda: self.writer.finish() is not None)
+            keep(copy=statistics.fmean([*copies, self.seconds(self.copy)]))
 
         turns = [
             lambda: keep(plain=self.seconds(self.plain)),
