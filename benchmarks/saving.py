@@ -222,10 +222,10 @@ class Bench:
             keep(**{prefix + name: value for name, value in values.items()})
 
         def ours() -> None:
-            copies = [self.seconds(self.copy)]
+            earlier = self.seconds(self.copy)
             self.update()
             beside("", lambda: self.save(self.writer), lambda: self.writer.finish() is not None)
-            keep(copy=statistics.fmean([*copies, self.seconds(self.copy)]))
+            keep(copy=(earlier + self.seconds(self.copy)) / 2)
 
         turns = [
             lambda: keep(plain=self.seconds(self.plain)),

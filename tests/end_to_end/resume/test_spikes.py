@@ -203,8 +203,8 @@ def test_an_update_is_built_again_and_shown(tmp_path: Path, capsys: Any) -> None
         means.append(statistics.mean(one["loss"] for one in json.loads(capsys.readouterr().out)["samples"]))
     assert means[0] > 2 * means[1], means
     assert replay.main([str(run), "--sequences", "1:2"]) == 0, "before the first checkpoint: the samples alone"
-    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("  ")]
-    assert lines == [f"  sequence 1  {sample}" for sample in samples_of(path, (1, 2))]
+    (out, err), samples = capsys.readouterr(), samples_of(path, (1, 2))
+    assert re.findall("^  .+", out, re.M) == [f"  sequence 1  {one}" for one in samples] and "no losses" in err
     assert replay.main([str(run), "--update", "77"]) == 1
     assert "Allowed: updates 1 to 47" in capsys.readouterr().err
     text = (run / "ledger.jsonl").read_text()

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.serialization import config
 
 from unigen_ds.backends.memory import allocate
 from unigen_ds.backends.torch_optimizer import TorchOptimizerBackend, local_part, whole
@@ -388,12 +387,15 @@ class _Call(partial[Any]):
 
 def _write(name: str, tensors: Sequence[Tensor], stream: HashedFile) -> FileReport:
     archives: dict[tuple[str, tuple[int, ...]], int] = {}
-    # half of the time, and no reader of DCP looks at it
-    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+    computed = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # half of the time, and no reader of DCP looks at it
+    try:
         for tensor in tensors:
             begin = stream.tell()
             torch.save(_alone(tensor), stream)  # type: ignore[arg-type] # a writer without fileno
             archives[str(tensor.dtype), tuple(tensor.shape)] = stream.tell() - begin
+    finally:
+        torch.serialization.set_crc32_options(computed)
     return name, stream.tell(), [(*archive, length) for archive, length in archives.items()]
 
 
