@@ -30,9 +30,12 @@ TOOLS := $(wildcard tools/*.py)
 DEMO_DIR := work_dirs/unified_digits
 EMOJI_DIR := work_dirs/unified_emoji
 
-.PHONY: demo demo-emoji check-report check-app docs site test slow matrix mixtures robustness crash-states kills
+.PHONY: help demo demo-emoji check-report check-app docs site test slow matrix mixtures robustness crash-states kills
 .PHONY: worker-kills mutations lint bench clean
 .DEFAULT_GOAL := test
+
+help:
+	@sed -n '/^#/!q; s/^# \?//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

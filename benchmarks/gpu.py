@@ -8,8 +8,8 @@ check (``shared/gpu_checks.py``) has a process and a time budget of its own; one
 for, is reported as such, and the next one begins. Those that are not timed run beside each other, three at a time.
 
 It needs torch >= 2.6 with CUDA, and the packages of ``pip install -e .``; peft for the adapters. What is missing is
-named first. Exit status: 0 every limit holds, 1 one does not, or a check has failed or had no time, 2 a package is
-missing or the command line is wrong, 3 there is no CUDA device.
+named first. Exit status: 0 every limit holds, 1 one does not, or a check has failed, had no time or no peft, 2 another
+package is missing or the command line is wrong, 3 there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ AT_ONCE = 3
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--minutes", type=float, default=8.0, help="time for all checks (default 8)")
+    p.add_argument("--minutes", type=float, default=8.0, help="time for all checks (default 8); a rehearsal needs less")
     p.add_argument("--rehearse", action="store_true", help="on a CPU, with tiny sizes: whether the checks can run")
     p.add_argument("--only", nargs="+", metavar="CHECK", help="these checks alone")
     p.add_argument("--out", type=Path, help="folder of both files (default benchmarks/results; a rehearsal's:"
                    " work_dirs/gpu_rehearsal)")  # fmt: skip
     p.add_argument("--check", help=argparse.SUPPRESS)  # one check, in this process
     p.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return p.parse_args(argv)
+    arguments = p.parse_args(argv)
+    if not arguments.minutes > 0:
+        p.error(f"--minutes {arguments.minutes:g}; allowed: more than 0")
+    return arguments
 
 
 def missing_packages() -> list[str]:

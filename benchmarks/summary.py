@@ -214,7 +214,7 @@ def text_of(value: Any, unit: str = "") -> str:
     number = middle(value)
     if number is None:
         return ""
-    form = "{:,.0f}" if abs(number) >= 1000 else "{:.3g}"
+    form = "{:,.0f}" if abs(number) >= 1000 else "{:.4g}"
     extent = isinstance(value, Mapping) and None not in (value.get("low"), value.get("high"))
     spread = f" ({form.format(value['low'])} to {form.format(value['high'])})" if extent else ""
     return f"{form.format(number)}{spread}{f' {unit}' if unit else ''}"
@@ -278,13 +278,14 @@ def summary(folder: Path) -> str:
     """The page."""
     rows = [cells(row, folder) for row in ROWS] + gpu_rows(folder)
     states = [row[5] for row in rows]
-    counts = f"{states.count('holds')} hold, {states.count(MISSES)} miss, {states.count(NOT_MEASURED)} are not measured"
+    counts = f"{states.count('holds')} hold, {states.count(MISSES)} miss, {states.count(NOT_MEASURED)} not measured"
     head = ["", "here", "peer", "ratio", "to reach", "", "machine", "result"]
     lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     intro = [
         "Made by `python benchmarks/summary.py`, with which `make bench` ends, from the newest result of each name",
         "that has the value; intervals are of 95 %. A ratio is ours to the peer's: of rates (tokens, images) more is",
-        "better, of times and bytes less.",
+        "better, of times and bytes less. Where both are measured in turns it is the median of the turns' ratios, and",
+        "need not be that of the two medians beside it.",
     ]
     page = ["# Summary of the benchmarks", "", *intro, "", f"{len(rows)} rows: {counts}.", "", *lines]
     if why := reasons(rows):

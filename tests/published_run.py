@@ -32,9 +32,6 @@ def config_on_bagel(work_dir: Path, digits: Path, source: Path, **overrides: Any
     latent = sizes["vae_spatial_downsample"] * sizes["latent_patch_size"]
     config.processor = {
         f"{part}_transform": {"type": "ImageTransform", "max_size": 2 * side, "min_size": side, "stride": side}
-        for part, side in (
-            ("vit", sizes["vit_patch_size"]),
-            ("vae", latent),
-        )
+        for part, side in (("vit", sizes["vit_patch_size"]), ("vae", latent))
     }
     return config

@@ -9,7 +9,7 @@ The folder of --out receives 00000.png, 00001.png, ... and results.jsonl with on
 kept, and new numbers follow the highest existing one. Answer i of a call uses the seed --seed + i. With --grid a
 contact sheet of all answers of the call is written, too: grid-00000.png, with the number of the first one.
 
-Exit status: 0 done, 1 the model cannot be loaded, 2 wrong usage.
+Exit status: 0 done, 1 the model cannot be loaded, or a line of a file is no prompt, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def check(arguments: argparse.Namespace) -> None:
 def requests(arguments: argparse.Namespace) -> Iterable[Prompt]:
     """The prompts of the command line or of files, all read before the model is; those of a terminal one by one.
 
-    Raises ``ConfigError`` for an image that does not exist.
+    Raises ``ConfigError`` for files without a prompt, and for an image that does not exist.
     """
     images = tuple(arguments.image)
     if arguments.prompt is not None:
@@ -123,6 +123,8 @@ def requests(arguments: argparse.Namespace) -> Iterable[Prompt]:
         result = [replace(prompt, images=(*images, *prompt.images)) for prompt in prompts]
     else:
         return _read_prompts(arguments, images)
+    if not result:
+        raise ConfigError(f"there is no prompt in {', '.join(map(str, arguments.prompts))}", remedy="one on each line")
     missing = list(dict.fromkeys(path for one in result for path in map(str, one.paths) if not Path(path).is_file()))
     if missing:
         more = f", and {len(missing) - 1:,} more that do not exist" if len(missing) > 1 else ""

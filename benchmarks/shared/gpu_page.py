@@ -27,7 +27,8 @@ def limits(figure: Mapping[str, Any]) -> str:
 
 def page(record: Mapping[str, Any]) -> str:
     """HTML that loads nothing."""
-    parts = [f"<h1>GPU check of {escape(str(record['date']))}</h1>"]
+    name = "Rehearsal, on a CPU, of the GPU check" if record["rehearsed"] else "GPU check"
+    parts = [f"<h1>{name} of {escape(str(record['date']))}</h1>"]
     facts = {"device": record["device"], "devices": record["num_devices"], "commit": record["commit"],
              "minutes": f"{record['seconds'] / 60:.1f} of {record['minutes']:g}", **record["versions"]}  # fmt: skip
     parts.append(
@@ -46,5 +47,5 @@ def page(record: Mapping[str, Any]) -> str:
         parts.append("</table>")
         if check["problem"]:
             parts.append(f"<details><summary>what it reports</summary><pre>{escape(check['problem'])}</pre></details>")
-    title = f"<!doctype html><html lang=en><meta charset=utf-8><title>GPU check</title><style>{_STYLE}</style>"
+    title = f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title><style>{_STYLE}</style>"
     return title + "\n".join(parts) + "</html>\n"

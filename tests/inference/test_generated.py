@@ -43,10 +43,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         ({"flow": {"num_timesteps": "4"}}, "flow.num_timesteps is '4'. Allowed: a whole number"),
         ({"flow": 4}, "flow is 4. Allowed: FlowSettings"),
         ({"temprature": 1.0}, r"has no key 'temprature'.*Remedy: did you mean 'temperature'"),
-        (
-            {"images": np.zeros((4, 4, 3))},
-            r"a ndarray of float64 with shape \(4, 4, 3\). Allowed: a path, a PIL",
-        ),
+        ({"images": np.zeros((4, 4, 3))}, r"a ndarray of float64 with shape \(4, 4, 3\). Allowed: a path, a PIL"),
         ({"parts": ["a", "three.png"]}, "the text 'three.png', which is a file. Remedy: pathlib.Path"),
         ({"parts": [4]}, "parts is 4. Allowed: a list of texts and pictures"),
     ],

@@ -54,6 +54,9 @@ def test_a_check_that_fails_or_has_no_time_is_reported_and_the_next_one_runs(mon
     late = gpu.result_of("a", Path("x"), time.monotonic(), rehearse=False, missing=[])
     assert (late["status"], late["text"]) == ("time", "not run: no time was left")
     assert gpu.main(["--rehearse", "--only", "zz"]) == 2 and "allowed: a, b, c" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu.main(["--minutes", "0"])
+    assert "--minutes 0; allowed: more than 0" in capsys.readouterr().err
     monkeypatch.setattr(gpu, "NEEDED", ("torch", "no-such-package"))
     monkeypatch.setattr(gpu, "LEAST_TORCH", (99, 0))
     assert gpu.main([]) == 2 and "missing: torch >= 99.0 (it is" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -102,8 +103,6 @@ def test_the_learning_rate_is_the_same_function_of_data_after_it():
     points = learning_rates(manifest, Schedules.from_state_dict(manifest.schedule))
     assert len(points) == 6 and points[0][0] == pytest.approx(1500 / 390) and points[-1][0] == pytest.approx(8)
     # in closed form: half a cosine over what is left of 7.76 epochs after the warm-up
-    import math
-
     expected = 1e-4 * 0.5 * (1 + math.cos(math.pi * (1500 / 390 - 0.24) / (8 - 0.24)))
     assert points[0][1]["default"] == pytest.approx(expected, rel=2e-3)  # mmengine's own off-by-one update is kept
 
@@ -122,8 +121,10 @@ def test_two_to_three_processes_names_the_nearest():
 
 def test_a_complete_run_says_so():
     manifest = manifest_of(iterations=3120)
-    finding = check(manifest, proposal(manifest, FIRST))["progress.left"]
+    findings = check(manifest, proposal(manifest, FIRST))
+    finding = findings["progress.left"]
     assert finding.status == "warn" and "nothing is left to train" in finding.why
+    assert "log.confirmation" not in findings, "no update follows"
 
 
 def test_a_learning_rate_of_zero_for_the_rest_is_no_sensible_schedule():

@@ -60,21 +60,21 @@ def test_weights_of_a_checkpoint_raw_and_averaged(run: Runner) -> None:
     assert torch.equal(average[name].flatten(), tensors[key].flatten()) and not torch.equal(average[name], raw[name])
 
 
-def test_a_file_of_prompts(run: Runner, tmp_path: Path) -> None:
+def test_a_file_of_prompts(run: Runner, tmp_path: Path, capsys: Any) -> None:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
     prompts.write_text("draw a three\n\ndraw a four\n")
     words = [str(run.work_dir), "--prompts", str(prompts), "--out", str(out), *FAST]
     assert main(words) == 0
-    assert [(row["prompt"], row["file"], row["seed"]) for row in rows(out)] == [
-        ("draw a three", "00000.png", 0),
-        ("draw a four", "00001.png", 1),
-    ]
+    written = [(row["prompt"], row["file"], row["seed"]) for row in rows(out)]
+    assert written == [("draw a three", "00000.png", 0), ("draw a four", "00001.png", 1)]
     first = (out / "00000.png").read_bytes()
     assert main([*words, "--seed", "5"]) == 0
     assert [row["file"] for row in rows(out)][2:] == ["00002.png", "00003.png"], "what is there stays"
     assert (out / "00000.png").read_bytes() == first != (out / "00002.png").read_bytes()
     with Image.open(out / "00003.png") as image:
         assert image.size == (8, 8) and image.mode == "L"
+    prompts.write_text("\n \n")
+    assert main(words) == 2 and f"there is no prompt in {prompts}" in capsys.readouterr().err
 
 
 def test_a_contact_sheet_of_several_answers_to_several_prompts(run: Runner, tmp_path: Path) -> None:

@@ -257,6 +257,8 @@ def check_versions(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
 
 def check_log(manifest: Manifest, proposal: Proposal) -> Iterable[Finding]:
     updates, (first, *_) = manifest.progress.updates, proposal.schedules.at(manifest.progress)
+    if proposal.schedules.total_sequences - manifest.progress.sequences < proposal.geometry.global_batch_size:
+        return  # nothing is left to train
     then = f"'resumed from' {proposal.checkpoint}, then update {updates + 1:,} with lr {first['lr']:.4g}"
     yield Finding("log.confirmation", "ok", f"update {updates:,}", f"look for: {then}", guide=5)
 

@@ -23,10 +23,7 @@ from unigen_ds.data.records.records import parse_record
 from unigen_ds.runner import Runner
 from unigen_ds.system.journals import read_lines
 
-CHANGES: list[dict[str, Any]] = [
-    {"type": "RandomFlip"},
-    {"type": "RandomCrop", "min_area": 0.5},
-]
+CHANGES: list[dict[str, Any]] = [{"type": "RandomFlip"}, {"type": "RandomCrop", "min_area": 0.5}]
 
 
 @TRANSFORMS.register_module()

@@ -16,6 +16,7 @@ from unigen_ds.data.batches.loader import pack_documents
 from unigen_ds.data.images.image_files import UnreadableImage
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.text.tokenizers import ModelTokenizer
+from unigen_ds.families.auto.family import ModelInferencer
 from unigen_ds.families.auto.processor import ModelProcessor
 
 STRIPS = (
@@ -131,6 +132,8 @@ def test_a_template_of_the_config(tmp_path: Path) -> None:
     bare.tokenizer.chat.chat_template = None
     with pytest.raises(ConfigError, match=r"has no chat template"):
         bare.plan(TALK)
+    with pytest.raises(ConfigError, match="the prompt '' has no token to continue"):
+        ModelInferencer(None, bare).prompt("", (), ())
 
 
 def test_images_are_for_models_that_read_them(tmp_path: Path) -> None:

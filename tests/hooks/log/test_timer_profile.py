@@ -27,11 +27,15 @@ def test_updates_are_profiled_and_change_no_number(tmp_path: Path) -> None:
     text_config(tmp_path, [{"text": words(4, k)} for k in range(40)])
     config, plain, run_dir = str(tmp_path / "config.py"), tmp_path / "plain", tmp_path / "run"
     assert main([config, "--work-dir", str(plain), *OPTIONS, "6"]) == 0
+    (stale := run_dir / "profile" / "rank1.json.gz").parent.mkdir(parents=True)
+    stale.touch()
     assert main([config, "--work-dir", str(run_dir), *OPTIONS, "4", "--profile", "2"]) == 0
+    assert not stale.exists() and "Profile of 1 of 2 updates on 1 rank(s)" in (run_dir / "train.log").read_text()
     table = json.loads((run_dir / "profile" / "table.json").read_text())
     assert [(one["first"], one["last"]) for one in table] == [(4, 4)], "the run ends before the second one"
-    assert main([config, "--work-dir", str(run_dir), *OPTIONS, "6", "--profile", "2", "--resume"]) == 0
-    assert "No update is profiled" in (run_dir / "train.log").read_text() and not numbers(plain)[6:]
+    for number in (1, 2):  # updates 5 and 6, then none
+        assert main([config, "--work-dir", str(run_dir), *OPTIONS, "6", "--profile", "2", "--resume"]) == 0
+        assert (run_dir / "train.log").read_text().count("No update is profiled") == number and not numbers(plain)[6:]
     assert numbers(run_dir) == numbers(plain)
     (rank,) = table
     assert rank["rank"] == 0 < rank["hooks"] and all(rank[name] > 0 for name in SECTIONS if name != "communication")

@@ -124,7 +124,7 @@ class DatasetAdapter(ScannedDataset):
         try:
             return self.sample(index)
         except DataError as error:
-            self._bad.append(BadRecord(index, self.name, index, None, str(error), True))
+            self._bad.append(BadRecord(index, self.name, index, None, str(error)))
             if self.on_record_error == "error" and len(self._bad) == NUM_LISTED:  # to read the others may take hours
                 raise unusable_error(self._bad, f"{self.name}, of which no more is read", index + 1) from error
             return Sample(())

@@ -42,7 +42,7 @@ from unigen_ds.system.workers import Workers
 
 _FORMAT = "unigen-index-1"
 """Version of the digest that checkpoints keep."""
-_CACHE_FORMAT = "unigen-index-13"
+_CACHE_FORMAT = "unigen-index-14"
 _CONTENT_FORMAT = "unigen-content-1"
 _UNUSED_KEYS = "unused_keys"
 """An array of the index: what a record has of other layouts (``unusable.unused_keys``)."""
@@ -92,7 +92,7 @@ class Index:
         """All records that cannot be trained on; those after many without their reason."""
         by_number = {one.number: one for one in from_array(self.lines)}
         numbers = np.union1d(self.malformed_numbers, np.flatnonzero(self.counts.unreadable)).tolist()
-        others = (BadRecord(n, *self.source.file_of(n), None, "as those before it", True) for n in numbers)
+        others = (BadRecord(n, *self.source.file_of(n), None, "as those before it") for n in numbers)
         return [by_number.get(one.number, one) for one in others]
 
     def forget_mended(self, processor: ConversationProcessor) -> bool:
@@ -230,10 +230,10 @@ class Plan:
         unusable: list[BadRecord] = []
         unk_id = getattr(self.processor.tokenizer, "unk_id", None)
 
-        def leave_out(number: int, record: Record, reason: str, *, image: bool = False) -> None:
+        def leave_out(number: int, record: Record, reason: str) -> None:
             own = record.get("id")
             own = own if own is None or isinstance(own, (str, int)) else short_value(own)
-            unusable.append(BadRecord(number, *self.source.file_of(number), own, reason, malformed=not image))
+            unusable.append(BadRecord(number, *self.source.file_of(number), own, reason))
 
         for first, entries in batches(self.source, chunk):
             turns: dict[int, list[Turn]] = {}
@@ -265,7 +265,7 @@ class Plan:
                 row = count(sample, unk_id=unk_id, empty_texts=empty)
                 if row[_UNREADABLE]:
                     problem = next(split.error for split in sample.splits if split.error)
-                    leave_out(number, entry.record, f"{entry.where}: {problem}", image=True)
+                    leave_out(number, entry.record, f"{entry.where}: {problem}")
                 record = self.layout.rename_keys(entry.record, entry.where) if self.layout.columns else entry.record
                 code = unused_keys(record, self.layout, entry.unused)
                 rows.append((*row, record_digest(entry.content, row), unused_texts(record), code))

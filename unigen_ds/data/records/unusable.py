@@ -92,8 +92,6 @@ class BadRecord:
     id: str | int | None
     reason: str
     """Begins with its position, as of ``Row.where``."""
-    malformed: bool
-    """False: only an image of it cannot be read."""
 
     def __str__(self) -> str:
         return f"index {self.index}{'' if self.id is None else f', id {short_value(self.id)}'}, {self.reason}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unigen_ds.config.registry import FAMILIES
+from unigen_ds.core.errors import ConfigError
 from unigen_ds.data.records.records import Turn
 from unigen_ds.data.samples.sample import LoadedSplit
 from unigen_ds.data.samples.splits import TokenSplit
@@ -35,7 +36,9 @@ class ModelInferencer(TextInterface):
     def prompt(self, text: str, images: Sequence[Path], history: Sequence[Turn]) -> Sequence[LoadedSplit]:
         if self.converses:
             return super().prompt(text, images, history)
-        return [TokenSplit.unlearned(self.processor.tokenizer.chat(text)["input_ids"])]
+        if not (ids := self.processor.tokenizer.chat(text)["input_ids"]):
+            raise ConfigError(f"the prompt {text!r} has no token to continue", remedy="a prompt with a text")
+        return [TokenSplit.unlearned(ids)]
 
     def write(
         self, prompts: Sequence[Sequence[LoadedSplit]], seeds: Sequence[int], max_new_tokens: int, sampling: Sampling
@@ -70,11 +73,8 @@ class ModelInferencer(TextInterface):
 
     def _in_step(self, prompt: Sequence[LoadedSplit], max_new_tokens: int, choose: Choose) -> list[int]:
         """The same where ranks make each pass together: one over the whole document, of the same modules on each."""
-
-        def choose_of_text(logits: Tensor, documents: Sequence[int]) -> Sequence[int]:
-            return choose(self._of_text(logits), documents)
-
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "choose": choose_of_text, "cached": False}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "cached": False}
+        options["choose"] = lambda logits, documents: choose(self._of_text(logits), documents)
         return continue_prompts(self.model, self.processor, [prompt], **options)[0]
 
     def _of_text(self, logits: Tensor) -> Tensor:

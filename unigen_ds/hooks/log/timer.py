@@ -36,7 +36,7 @@ WARM_UP_UPDATES = 50
 BOUNDS = {
     "data": (0.0, 0.10, "raise train_dataloader.num_workers or prefetch_factor"),
     "forward_backward": (0.70, 1.0, "see which other share is large"),
-    COMMUNICATION: (0.0, 0.15, "accumulate more micro-batches in an update, or shard inside of a node (HYBRID_SHARD)"),
+    COMMUNICATION: (0.0, 0.15, "accumulate more micro-batches; under FSDP, shard inside of a node (HYBRID_SHARD)"),
     "other": (0.0, 0.05, "look for slow hooks: previews, checkpoints and logging count here"),
 }
 """Share of an update's time: lower bound, upper bound, what to do outside it."""
@@ -209,12 +209,14 @@ class ProfileHook(Hook):
         self._number += 1
         if self._profiler is not None and (self._number == self._num_updates or run.done):
             self._end(run, self._profiler)
-        elif run.done and self._number <= 0:
-            logger().warning("No update is profiled: the training ends, and the first %d warm up.", BEFORE_PROFILE)
-        elif self._number == 0:
+        elif self._number == 0 and not run.done:
             self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * run.clock.on_cuda)
             self._profiler.start()
             run.clock.labels, self._before = True, self._times(run)
+
+    def after_run(self, run: Run) -> None:
+        if self._number <= 0:
+            logger().warning("No update is profiled: the training ends, and the first %d warm up.", BEFORE_PROFILE)
 
     def on_exception(self, run: Run, error: BaseException) -> None:
         if self._profiler is not None:
@@ -244,10 +246,14 @@ class ProfileHook(Hook):
             profiler.export_chrome_trace(str(file.with_name(f"rank{rank}.json.gz")))
             if ranks is not None:
                 write_text_atomic(file, json.dumps(ranks, indent=1))
+                own = {file.with_name(f"rank{k}.json.gz") for k in range(len(ranks))}
+                for old in {*file.parent.glob("rank*.json.gz")} - own:  # of an earlier profile with more ranks
+                    old.unlink()
         except OSError as error:
             logger().warning("The profile of rank %d cannot be written: %s", rank, error)
         if ranks is not None:
-            logger().info("Profile of %d rank(s), the slowest 16, milliseconds of an update: %s", len(ranks), file)
+            text = "Profile of %d of %d updates on %d rank(s), the slowest 16, milliseconds of an update: %s"
+            logger().info(text, self._number, self._num_updates, len(ranks), file)
             logger().info("".join(f"{name:>17}" for name in row))
             for one in sorted(ranks, key=lambda one: -one["update"])[:16]:  # the slowest
                 logger().info("".join(f"{value:17.6g}" for value in one.values()))

@@ -73,8 +73,10 @@ def schedule_line(start: Start, schedules: Schedules, hooks: Sequence[Hook], *, 
     progress = start.manifest.progress if start.manifest else Progress()
     size, tokens = start.geometry.global_batch_size, start.data.stream.tokens_per_sequence
     first, last = progress.updates, progress.updates + int((start.total_sequences - progress.sequences) // size)
+    if last <= first:
+        return f"Schedule: no update is left after update {first:,}."
     rates = {}
-    for update in sorted({first, *range(first, last, last // 500 + 1), max(first, last - 1)}):
+    for update in sorted({*range(first, last, last // 500 + 1), last - 1}):
         sequences = progress.sequences + (update - first) * size
         at = Progress(sequences, tokens=round(sequences * tokens), updates=update)
         rates[update + 1] = schedules.at(at)[0]["lr"]

@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.end_to_end.engines.jobs.cases import (
-    ENGINES,
-    RESUME_UPDATES,
-    Job,
-    Phase,
-    config,
-    killed_and_straight,
-)
+from tests.end_to_end.engines.jobs.cases import ENGINES, RESUME_UPDATES, Job, Phase, config, killed_and_straight
 from tests.end_to_end.engines.jobs.pictures import LONGEST
 from tests.families.tiny_transformers import IMAGE
 
