@@ -260,5 +260,5 @@ def compiled_attention(**options: Any) -> Callable[..., Tensor]:
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options |= {"recompile_limit": VARIANTS, "isolate_recompiles": True}
     else:  # an older torch has one limit for the whole process
-        torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
+        torch._dynamo.config.cache_size_limit = max(VARIANTS, torch._dynamo.config.cache_size_limit)
     return torch.compile(flex_attention, dynamic=True, fullgraph=True, **options)

@@ -338,8 +338,8 @@ class TensorTable:
         """``.metadata``: every tensor, and where each part is. Raises ``CheckpointError`` where a file has another size
         than follows from that.
         """
+        from torch.distributed.checkpoint import filesystem
         from torch.distributed.checkpoint import metadata as dcp
-        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
         names, sizes, reports = zip(*(files[0] if files else ("", 0, []) for files in results), strict=True)
         archives = {(dtype, tuple(shape)): length for report in reports for dtype, shape, length in report}
@@ -364,10 +364,10 @@ class TensorTable:
             problem = f"rank {rank} has written {sizes[rank]:,} bytes, and {ends[rank]:,} follow from the shapes"
             remedy = "the same versions of unigen_ds and torch, and the same config, on every rank"
             raise CheckpointError(problem, remedy=remedy)
-        items = _Call(map, dcp.MetadataIndex, *columns[:2]), _Call(map, _StorageInfo, *columns[2:])
+        items = _Call(map, dcp.MetadataIndex, *columns[:2]), _Call(map, filesystem._StorageInfo, *columns[2:])
         positions: Any = _Call(dict, _Call(zip, *items))
         content = dcp.Metadata(tensors, {key: (key,) for key in tensors}, positions, dcp.StorageMeta())
-        content.version = CURRENT_DCP_VERSION
+        content.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
         return [bytes_output(".metadata", pickle.dumps(content))]
 
 
