@@ -110,11 +110,12 @@ ROWS = (
         peer="vlm/per_second/nanoVLM", ratio="vlm/ours_to/nanoVLM", peer_name="nanoVLM",
         why="decoding, both resizes, floats and the tokenizer, alike on both sides, are 7.0 of our 9.8 ms a sample; at"
         " 1.5 all else would have 1.8 ms"),
-    Row("loader, 256 -> 256 px, 0 workers", "data", "loader/0 workers/per_second/ours", least=1.0, unit="images/s",
-        peer="loader/0 workers/per_second/torch's DataLoader",
-        ratio="loader/0 workers/ours_to/torch's DataLoader", peer_name="torch's DataLoader",
-        why="decoding and resizing are 2.1 of the peer's 2.5 ms an image; ours also reads, parses and counts each"
-        " record, in 0.35 ms"),
+    *(Row(f"loader, 256 -> 256 px, {number} workers", "data", f"loader/{number} workers/per_second/ours", least=least,
+          unit="images/s", peer=f"loader/{number} workers/per_second/torch's DataLoader",
+          ratio=f"loader/{number} workers/ours_to/torch's DataLoader", peer_name="torch's DataLoader",
+          why="decoding and resizing are 2.1 of the peer's 2.5 ms an image; ours also reads, parses and counts each"
+          " record, in 0.35 ms")
+      for number, least in ((0, 1.0), (1, 1.2), (2, 1.2))),
     *(_start(f"start to first update and exit, {name}", f"train {key}", most, peer="medians/hand loop/here/1",
              ratio=f"ratios/train {key}", peer_name="a hand-written loop of one process", why=_START)
       for name, key, most in (("single", "single", 1.02), ("fsdp on 2", "fsdp@2", 1.2),

@@ -65,8 +65,8 @@ def test_a_file_of_prompts(run: Runner, tmp_path: Path, capsys: Any) -> None:
     prompts.write_text("draw a three\n\ndraw a four\n")
     words = [str(run.work_dir), "--prompts", str(prompts), "--out", str(out), *FAST]
     assert main(words) == 0
-    written = [(row["prompt"], row["file"], row["seed"]) for row in rows(out)]
-    assert written == [("draw a three", "00000.png", 0), ("draw a four", "00001.png", 1)]
+    answers = [(row["prompt"], row["file"], row["seed"]) for row in rows(out)]
+    assert answers == [("draw a three", "00000.png", 0), ("draw a four", "00001.png", 1)]
     first = (out / "00000.png").read_bytes()
     assert main([*words, "--seed", "5"]) == 0
     assert [row["file"] for row in rows(out)][2:] == ["00002.png", "00003.png"], "what is there stays"
