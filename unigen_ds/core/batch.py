@@ -187,8 +187,7 @@ class LossTerms:
     sums: Mapping[str, Tensor]
     each: Mapping[str, Tensor] = field(default_factory=dict)
     """A model may add the value of each target, [number of targets] by term, in the batch's order and already weighted
-    as in the sum and detached: in a training with several sources their means are logged for each.
-    """
+    as in the sum and detached: in a training with several sources their means are logged for each."""
 
     def weighted_sum(self, loss_weights: Mapping[str, float], counts: Mapping[str, float]) -> Tensor:
         """``sum_k w_k * sum_k / count_k`` with the counts of the whole update. A term without targets adds zero.
@@ -203,3 +202,6 @@ class LossTerms:
         ]
         total = sum(others, first)
         return total * (1.0 + 0.0 * total.detach())
+
+
+torch.export.register_dataclass(LossTerms)  # else FSDP of older torch does not find the tensors inside

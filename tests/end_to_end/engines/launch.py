@@ -82,8 +82,7 @@ def tensors(checkpoint: Path) -> Tensors:
 
 class LaunchedRuns:
     """Jobs of one worker, which has begun; ``on_demand``: each, with what it resumes from, when ``outcome`` asks for
-    it.
-    """
+    it."""
 
     def __init__(self, out: Path, jobs: Sequence[Job], *, on_demand: bool = False, timeout_s: float = 3000.0) -> None:
         self.out, self.on_demand, self._timeout_s = out, on_demand, timeout_s
@@ -152,8 +151,7 @@ class Runs:
     """What a test module calls ``runs``: the jobs that its tests look at. A call inside a test waits for the results.
 
     All modules are imported before the first test runs, so one launch serves whatever was selected; ``conftest.py``
-    begins it then, and has those tests run last.
-    """
+    begins it then, and has those tests run last."""
 
     groups: tuple[str, ...]
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.processes import ROOT, run
 from tests.tiny import tiny_config
@@ -64,6 +65,13 @@ def test_the_processes_of_a_node_under_every_launcher(tmp_path, monkeypatch, lau
     config = tiny_config(tmp_path / "run", tmp_path / "digits", backend=backend, launcher=launcher)
     with pytest.raises(ConfigError, match=message):
         Runner.from_cfg(config)
+
+
+def test_fsdp_on_cpus_under_a_torch_that_adds_up_gradients(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0+cpu"))
+    with pytest.raises(ConfigError, match=r"PyTorch 2\.8\.0\+cpu .* Remedy: PyTorch 2\.9 or later"):
+        Runner.from_cfg(tiny_config(tmp_path / "run", tmp_path / "digits", backend={"type": "fsdp"}))
 
 
 def test_a_global_batch_that_cannot_be_split_names_the_nearest(tmp_path):

@@ -71,6 +71,9 @@ class FSDPBackend(TorchOptimizerBackend):
                 allowed=", ".join(STRATEGIES),
                 remedy=suggestion(str(sharding_strategy), STRATEGIES),
             )
+        if dist.env_world_size() > 1 and torch.__version__ < "2.9" and not torch.cuda.is_available():
+            problem = f"FSDP2 of PyTorch {torch.__version__} takes the sum of CPU processes' gradients for their mean"
+            raise ConfigError(problem, remedy="PyTorch 2.9 or later, or --backend deepspeed:zero3")
         self.strategy, self.cpu_offload = sharding_strategy, cpu_offload
         self.num_shard = check_num_shard(sharding_strategy, num_shard, world_size=dist.env_world_size())
         # sharded gradients are reduced after every iteration, so that no rank ever holds a whole one
@@ -154,8 +157,7 @@ class FSDPBackend(TorchOptimizerBackend):
 
     def backward(self, loss: Tensor) -> None:
         """FSDP averages over the processes; the loop wants the sum (``set_gradient_divide_factor`` fails on gloo). In
-        fp16 their number is multiplied in ``step``, in fp32: here overflows would be more likely.
-        """
+        fp16 their number is multiplied in ``step``, in fp32: here overflows would be more likely."""
         scale = self._scale.scale if self._scale else float(self.dp_size)
         (loss * scale if scale != 1.0 else loss).backward()
 
@@ -273,16 +275,14 @@ def check_num_shard(strategy: str, num_shard: int | None, *, world_size: int) ->
 
 def _settle(root: nn.Module) -> None:
     """Let FSDP pad and page-lock the shards that ``allocate`` has made. It would do so in the first forward pass and
-    give the masters other memory, which ``master_data``, collected before, would not refer to.
-    """
+    give the masters other memory, which ``master_data``, collected before, would not refer to."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                for parameter in group.fsdp_params if group else ():
-                    parameter.reset_sharded_param()
+            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
+                group.lazy_init()
 
 
 def shard_rows(number: int, shard: int, num_shard: int) -> range:
@@ -336,8 +336,7 @@ class TensorTable:
 
     def index(self, results: Sequence[Sequence[FileReport]]) -> list[Output]:
         """``.metadata``: every tensor, and where each part is. Raises ``CheckpointError`` where a file has another size
-        than follows from that.
-        """
+        than follows from that."""
         from torch.distributed.checkpoint import filesystem
         from torch.distributed.checkpoint import metadata as dcp
 

@@ -164,8 +164,7 @@ def resume(*, full: bool) -> list[Job]:
 def killed_and_straight(name: str, phase: Phase, *, previews: Sequence[dict[str, Any]] = ()) -> list[Job]:
     """The run of ``phase``, with two loader workers and a curve, never stopped and stopped once.
 
-    ``previews``: hooks of the former alone. So what they change of the training would be found, too.
-    """
+    ``previews``: hooks of the former alone. So what they change of the training would be found, too."""
     changes = {
         "train_dataloader__num_workers": 2,
         "default_hooks__checkpoint__interval": 2 * SAVED_AT,
@@ -244,8 +243,7 @@ ASYNC_ENGINES = ("single", "zero2", "zero3", "FULL_SHARD")
 
 def full_disk(*, full: bool) -> list[Job]:
     """The runs of ``odd``, on a small disk of their own. After update 2, before any save, a checkpoint is saved again
-    and again, while the N-th write of each rank in turn fails. ``async``: the same saves, asynchronous.
-    """
+    and again, while the N-th write of each rank in turn fails. ``async``: the same saves, asynchronous."""
     jobs = []
     for engine in ODD_ENGINES:
         world, overrides = _odd(engine)
@@ -403,8 +401,7 @@ MEMORY = (("single", 1), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("FULL_SHARD"
 def memory() -> list[Job]:
     """Larger, so that a batch's own tensors do not count; three updates of one or two sequences an iteration.
 
-    DeepSpeed's communication buckets are small: by default one alone is 500 million elements.
-    """
+    DeepSpeed's communication buckets are small: by default one alone is 500 million elements."""
     stages = {"zero1": {"stage": 1}, "zero2": {"stage": 2}, "zero3": {"stage": 3, **_WHOLE}}
     buckets = {"reduce_bucket_size": 20000, "allgather_bucket_size": 20000}
     sizes = {
