@@ -23,7 +23,7 @@ TABLE = TensorTable({key: (whole.shape, whole.dtype, OWNERS.get(key, range(7))) 
 
 
 def test_the_index_names_every_row_or_the_rank_that_wrote_others(tmp_path, monkeypatch):
-    monkeypatch.delattr("torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION", raising=False)  # as torch 2.6
+    monkeypatch.delattr("torch.distributed.checkpoint.filesystem.CURRENT_DCP_VERSION", raising=False)  # as torch 2.8
     reports = []
     for rank in range(14):  # their rows are those of ``torch.chunk``
         chunks = {key: (WHOLE[key].chunk(7), OWNERS.get(key, range(7)).index(rank)) for key in TABLE.keys(rank)}

@@ -366,7 +366,7 @@ class TensorTable:
         items = _Call(map, dcp.MetadataIndex, *columns[:2]), _Call(map, filesystem._StorageInfo, *columns[2:])
         positions: Any = _Call(dict, _Call(zip, *items))
         content = dcp.Metadata(tensors, {key: (key,) for key in tensors}, positions, dcp.StorageMeta())
-        content.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
+        content.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # none before torch 2.9
         return [bytes_output(".metadata", pickle.dumps(content))]
 
 
