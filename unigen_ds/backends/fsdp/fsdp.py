@@ -72,7 +72,7 @@ class FSDPBackend(TorchOptimizerBackend):
                 remedy=suggestion(str(sharding_strategy), STRATEGIES),
             )
         if dist.env_world_size() > 1 and torch.__version__ < "2.9" and not torch.cuda.is_available():
-            problem = f"FSDP2 of PyTorch {torch.__version__} takes the sum of CPU processes' gradients for their mean"
+            problem = f"FSDP2 of PyTorch {torch.__version__} has the sum of CPU processes' gradients for their mean"
             raise ConfigError(problem, remedy="PyTorch 2.9 or later, or --backend deepspeed:zero3")
         self.strategy, self.cpu_offload = sharding_strategy, cpu_offload
         self.num_shard = check_num_shard(sharding_strategy, num_shard, world_size=dist.env_world_size())
