@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from benchmarks import kills
 from tests.support.needs import slow
-from tests.support.processes import popen
+from tests.support.processes import ENVIRONMENT, popen
 from tests.text_run import count_up, write_jsonl, write_text_config
 from tools import certify
 from unigen_ds.checks import certificate
@@ -52,10 +53,8 @@ def certify_run(folder, monkeypatch, how, *options):
     write_jsonl(folder / "train.jsonl", count_up(200))
     (folder / "own_hook.py").write_text(HOOK)
     config = write_text_config(folder)
-    hooks = [
-        {"type": "OwnHook", "how": how},
-        {"type": "AsyncEvaluateHook", "command": f"touch {folder}/evaluated-{{step}} {{checkpoint}} {{out}}"},
-    ]
+    evaluation = f"touch {folder}/evaluated-{{step}} {{checkpoint}} {{out}}"
+    hooks = [{"type": "OwnHook", "how": how}, {"type": "AsyncEvaluateHook", "command": evaluation}]
     more = {"custom_imports": {"imports": ["own_hook"]}, "custom_hooks": hooks,
             "visualizer": {"vis_backends": [{"type": "WandbVisBackend"}]}}  # fmt: skip
     with config.open("a") as stream:
@@ -78,7 +77,8 @@ def test_a_users_own_config_is_certified_and_nothing_of_it_is_touched(tmp_path, 
 @pytest.mark.slow
 def test_kills_before_the_first_save_certify_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(certificate, "MOMENTS", ("start",))
-    status, result, _ = certify_run(tmp_path, monkeypatch, "", "--kills", "2", "--save-every", "9")
+    assert popen([sys.executable, "-c", ""], env=ENVIRONMENT).wait() == 0, "their server runs"
+    status, result, _ = certify_run(tmp_path, monkeypatch, "", "--kills", "2", "--updates", "40", "--save-every", "41")
     assert (status, result["resumed"], result["kills"]) == (1, 0, 2)
     assert "NOT tested: no kill came after a save. Remedy: more --updates" in capsys.readouterr().out
 
