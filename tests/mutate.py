@@ -13,8 +13,7 @@ With ``--sample`` the edits are random ones instead, of lines that a module's ow
 statement. The share that those tests detect is printed and written to ``benchmarks/results``; nothing fails.
 
 Edits with the same test run one after the other, after one run of the test without an edit: a test that fails then
-shows nothing. ``--tests-passed`` omits that run, if the whole suite has just passed.
-"""
+shows nothing. ``--tests-passed`` omits that run, if the whole suite has just passed."""
 
 from __future__ import annotations
 
@@ -170,8 +169,7 @@ class Campaign:
 def run_tests(folder: Path, tests: str, *, module: str = "") -> tuple[int | None, str]:
     """pytest's exit status in a copy of the tree, None where it had to be killed, and what was printed. The copy is
     first on the path, also for processes that a test starts. ``module``: a module; the numbers of its lines that the
-    tests run are printed last.
-    """
+    tests run are printed last."""
     program = ["-m", "tests.mutate", "--trace", module] if module else ["-m", "pytest"]
     options = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=short", *tests.split()]
     environment = {

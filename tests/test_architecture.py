@@ -20,15 +20,20 @@ from typing import Any
 import pytest
 
 from tests.support.processes import run
+from tests.text_run import text_config, words
 from tests.tiny import tiny_config
 from tools import evaluate, generate, inspect_data, plan, resume
 from tools.train import main
+from unigen_ds.checkpoint import store
+from unigen_ds.checkpoint.manifest import Manifest
 from unigen_ds.config import overrides
 from unigen_ds.config.section import Component
 from unigen_ds.evaluation.scoring import Validation
+from unigen_ds.optim import optimizer
 from unigen_ds.runner import Runner
 from unigen_ds.runner.settings import tree as settings_tree
 from unigen_ds.runner.settings.tree import Settings, load_config, load_settings
+from unigen_ds.runner.start import build
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
@@ -439,11 +444,6 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch, *functions: tuple[object, str
 
 @pytest.mark.parametrize("resume", [True, "iter_2.pth"], ids=["the newest", "by name"])
 def test_a_resume_lists_reads_and_verifies_checkpoints_once(tmp_path, monkeypatch, resume):
-    from tests.text_run import text_config, words
-    from unigen_ds.checkpoint import store
-    from unigen_ds.checkpoint.manifest import Manifest
-    from unigen_ds.runner import Runner
-
     def run(updates: int, **changes: object) -> None:
         config = text_config(tmp_path, [{"text": words(4, k)} for k in range(8)], **changes)
         Runner.from_cfg(config, max_updates=updates).train()
@@ -469,12 +469,6 @@ def test_a_resume_lists_reads_and_verifies_checkpoints_once(tmp_path, monkeypatc
 
 
 def test_no_optimizer_and_no_model_is_built_to_be_thrown_away(tmp_path, monkeypatch):
-    from tests.text_run import text_config, words
-    from unigen_ds.optim import optimizer
-    from unigen_ds.runner import Runner
-    from unigen_ds.runner.settings.tree import Settings
-    from unigen_ds.runner.start import build
-
     settings = Settings.from_config(text_config(tmp_path, [{"text": words(4, k)} for k in range(8)]))
     builders = ((optimizer, "construct"), (build, "build_model"))
     calls = counted_calls(monkeypatch, *builders)

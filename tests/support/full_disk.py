@@ -22,8 +22,7 @@ def library(folder: Path) -> Path:
 
 def arm(folder: Path, number: int, *, lasting: bool = False, error: int = errno.ENOSPC) -> None:
     """Let the ``number``-th change below ``folder`` fail; with ``lasting`` also every later one. Error 0: none fails,
-    and every write accepts half of what it is given.
-    """
+    and every write accepts half of what it is given."""
     ctypes.CDLL(None).full_disk_arm(str(folder).encode(), ctypes.c_long(number), int(lasting), error)
 
 

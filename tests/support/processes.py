@@ -203,8 +203,7 @@ def forked_python(folder: Path) -> str:
     """A program in ``folder`` that is called as Python is and is a fork of the server (``forked_python.py``), for
     scripts and launchers that start Python themselves.
 
-    The processes must end by themselves: one that is killed with SIGKILL leaves its fork.
-    """
+    The processes must end by themselves: one that is killed with SIGKILL leaves its fork."""
     program = folder / "python"
     first = f"#!/bin/sh\nexec {sys.executable} -S -E {Path(__file__).parent}/forked_python.py"
     program.write_text(f'{first} {server().address} {sys.executable} "$0" "$@"\n', encoding="utf-8")
@@ -240,8 +239,7 @@ def together(
 ) -> list[Exit]:
     """Run commands at the same time, each with additional variables; after ``timeout_s`` they are killed.
 
-    Raises ``AssertionError`` with the output of all, if one had to be killed.
-    """
+    Raises ``AssertionError`` with the output of all, if one had to be killed."""
     processes: list[subprocess.Popen[Any]] = []
     end = time.monotonic() + timeout_s
     with ThreadPoolExecutor(max_workers=len(commands)) as readers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,3 +38,12 @@ def test_another_deepspeed_is_refused_at_the_start(version, tmp_path, monkeypatc
 def test_a_release_of_the_tested_series_is_accepted(version, monkeypatch):
     monkeypatch.setattr(machine, "installed_version", lambda package: version)
     machine.check_packages({"deepspeed": ALLOWED_VERSIONS})
+
+
+def test_a_users_repository_is_only_read(tmp_path, monkeypatch):
+    """Else a run that is killed within ``git status`` would leave the lock of the index."""
+    index = tmp_path / ".git" / "index"
+    monkeypatch.chdir(tmp_path)
+    os.system("git init -q; touch a; git add a; git -c user.name=a -c user.email=b commit -qm a; touch -d 2020-01-01 a")
+    before, status = index.read_bytes(), machine.git_commits()["folder"]["changed"]
+    assert (status, index.read_bytes()) == (False, before)

@@ -66,7 +66,7 @@ def git_commits() -> dict[str, dict[str, Any]]:
     """
 
     def git(folder: Path, *arguments: str) -> str | None:
-        command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+        command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
         try:
             process = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=False)
         except (OSError, ValueError, subprocess.TimeoutExpired):
